@@ -462,14 +462,14 @@ _CHARACTERS = 4 << 10
 _END = b"at the end"
 
 
-class _Said(msgspec.Struct, frozen=True, array_like=True):
+class _Message(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells the others: that it failed, or its part of the exchange."""
 
     failure: Failure | None = None
     body: bytes = b""
 
 
-class Meeting:
+class CollectiveCall:
     """One thing that the ranks of a group do together; ``what`` names it, as in "could not …".
     Collective, on the training threads."""
 
@@ -478,18 +478,18 @@ class Meeting:
         self._is_over = False
 
     @contextmanager
-    def united(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         """The block that all ranks run; it ends once all of them have finished it.
 
         :raises DatastatesError: this rank's own error, as it is; or that of the first rank that
             failed, with its number.
         """
-        with self.telling():
+        with self.reporting_errors():
             yield
         self.meet()
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_errors(self) -> Iterator[None]:
         """The block before a meeting: an error in it is told to the other ranks at the meeting,
         and then raised here as it is."""
         try:
@@ -497,13 +497,13 @@ class Meeting:
         except Exception as exc:
             if not self._is_over:
                 self._is_over = True
-                self._exchange(_Said(_described(exc)))
+                self._exchange(_Message(_described(exc)))
             raise
 
     def meet(self, body: bytes = b"") -> list[bytes]:
         """What every rank says, once all are here and none has failed."""
         try:
-            said = self._exchange(_Said(body=body))
+            said = self._exchange(_Message(body=body))
         except BaseException:
             self._is_over = True  # no rank is left to be told
             raise
@@ -523,7 +523,7 @@ class Meeting:
         A rank that failed arrives before the others: it repeats its error wherever they meet, until
         all are here.
         """
-        own = _Said(
+        own = _Message(
             None if error is None else Failure(DatastatesError.kind, _shortened(error)), _END
         )
         while True:
@@ -535,9 +535,9 @@ class Meeting:
                     if each is not None and each.failure is not None
                 }
 
-    def _exchange(self, own: _Said) -> list[_Said]:
+    def _exchange(self, own: _Message) -> list[_Message]:
         return [
-            msgspec.msgpack.decode(said, type=_Said)
+            msgspec.msgpack.decode(said, type=_Message)
             for said in self.group.exchange(msgspec.msgpack.encode(own))
         ]
 
@@ -557,9 +557,9 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _CHARACTERS else f"{text[:half]}\n…\n{text[-half:]}"
 
 
-def _decoded(said: bytes) -> _Said | None:
+def _decoded(said: bytes) -> _Message | None:
     """What a rank says in a meeting; None if the bytes are an exchange of another form."""
     try:
-        return msgspec.msgpack.decode(said, type=_Said)
+        return msgspec.msgpack.decode(said, type=_Message)
     except msgspec.DecodeError:
         return None

@@ -20,13 +20,13 @@ from datastates.storage.parallel_read import open_shared
 from datastates.storage.reading import of_state
 from datastates.system.failures import Failure, describe, revive
 from datastates.system.logs import event
-from datastates.training.collective import Together, find, using
+from datastates.training.collective import Ranks, find, using
 from datastates.transport.peer import connect
 from datastates.transport.serving import own_address
 from datastates.transport.transfer import Cloned
 
 from . import collective, values
-from .collective import AnyGroup, Group, Meeting
+from .collective import AnyGroup, CollectiveCall, Group
 from .errors import Corrupt, InvalidInput, Unavailable
 
 __all__ = ["Group", "MPIGroup", "SoloGroup", "TorchGroup", "find", "latest", "using"]
@@ -228,10 +228,10 @@ def latest(
     :raises NotFound: there is no such branch.
     :raises Unavailable: none of its states verifies.
     """
-    core, ranks = repo.core, Together(find() if group is None else group)
+    core, ranks = repo.core, Ranks(find() if group is None else group)
     uid = ranks.first("find the branch", partial(_head, core, branch), str)
     while uid:
-        with ranks.united("look at a state"):
+        with ranks.synchronized("look at a state"):
             state = core.state(uid)
         missing = _missing(core, state, ranks)
         why = (
@@ -274,7 +274,7 @@ def _older(core: Core, state: State) -> str:
     return "" if found is None else found.uid
 
 
-def _missing(core: Core, state: State, ranks: Together) -> set[int]:
+def _missing(core: Core, state: State, ranks: Ranks) -> set[int]:
     """The parts that verify nowhere.
 
     One rank reads each part; the others read it only if that rank cannot."""
@@ -284,15 +284,15 @@ def _missing(core: Core, state: State, ranks: Together) -> set[int]:
     return left - _told(_sound(core, state, left - mine), ranks) if left else left
 
 
-def _misfit(core: Core, state: State, ranks: Together) -> str:
+def _misfit(core: Core, state: State, ranks: Ranks) -> str:
     """Why parts that each verify do not make this state together; empty if they do."""
     meeting, opened = (
-        Meeting(ranks.group, f"look at state {state.uid}"),
+        CollectiveCall(ranks.group, f"look at state {state.uid}"),
         partial(core.tiers.open_part, state),
     )
     try:
         with (
-            meeting.united(),
+            meeting.synchronized(),
             open_shared(meeting, state.uid, state.world_size, opened, rank=0) as reader,
         ):
             of_state(reader, state)
@@ -301,7 +301,7 @@ def _misfit(core: Core, state: State, ranks: Together) -> str:
     return ""
 
 
-def _told(sound: list[int], ranks: Together) -> set[int]:
+def _told(sound: list[int], ranks: Ranks) -> set[int]:
     everyone = ranks.group.exchange(msgspec.msgpack.encode(sound))
     return {part for said in everyone for part in msgspec.msgpack.decode(said, type=list[int])}
 

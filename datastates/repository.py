@@ -20,9 +20,9 @@ from datastates.policy.retention import Retention, asked_for, retention_of
 from datastates.state.adapters import given_objects, split_values
 from datastates.state.report import RestoreReport
 from datastates.system.interrupts import undisturbed
-from datastates.training.collective import Together, find
+from datastates.training.collective import Ranks, find
 from datastates.training.configuration import configuration
-from datastates.training.start import RngSource, Terms, follow, together
+from datastates.training.start import RngSource, Terms, begin_tracking, tracked_objects
 from datastates.training.tracker import Tracker
 
 from . import values
@@ -219,12 +219,12 @@ class Repository(Facade):
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with
             ``strict``).
         """
-        ranks = Together(find() if group is None else group)
-        with ranks.united("begin to track"):
+        ranks = Ranks(find() if group is None else group)
+        with ranks.synchronized("begin to track"):
             self.core.check_open()
             self.core.home.check_writable()
             settings = configuration(config)
-            tracked = together(given_objects(more, objects, Repository.track), rng=rng)
+            tracked = tracked_objects(given_objects(more, objects, Repository.track), rng=rng)
             plain, live = split_values(tracked)
             terms = Terms(
                 branch=branch,
@@ -257,7 +257,7 @@ class Repository(Facade):
                 takeover=takeover,
                 nearest=nearest,
             )
-        return follow(self.core, live, plain, terms)
+        return begin_tracking(self.core, live, plain, terms)
 
     # --- states -----------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class Repository(Facade):
                 "there is nothing to restore into: name the objects, as in restore(rev,"
                 " model=model, optimizer=optimizer)"
             )
-        ranks = Together(SoloGroup() if group is None else group)
+        ranks = Ranks(SoloGroup() if group is None else group)
         return restore(
             self.core,
             ranks.state(self.core, rev, nearest=nearest),

@@ -150,7 +150,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
             "losses_of": losses_of,
             "datastates": datastates,
         }
-    saved.let_go()
+    saved.close_unused()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

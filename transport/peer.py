@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Self
 import msgspec
 
 from datastates import values
-from datastates.collective import AnyGroup, Group, Meeting
+from datastates.collective import AnyGroup, CollectiveCall, Group
 from datastates.config import Config, Data
 from datastates.errors import Closed, Conflict, InvalidInput, NotFound, Unavailable
 from datastates.lineage.query import names, walk
@@ -334,8 +334,8 @@ def clone_together(
 
     If one rank fails, all fail, and no object of any rank has changed.
     """
-    began, meeting = time.monotonic(), Meeting(group, f"clone {rev}")
-    with meeting.united(), undisturbed():
+    began, meeting = time.monotonic(), CollectiveCall(group, f"clone {rev}")
+    with meeting.synchronized(), undisturbed():
         uid, digest = _chosen(sources, rev, meeting)
         wait_for_copies(into)
         opened = loop.run(sources.open(uid))
@@ -360,7 +360,7 @@ def clone_together(
             loop.run(opened.close())
 
 
-def _chosen(sources: Sources, rev: str, meeting: Meeting) -> tuple[str, str]:
+def _chosen(sources: Sources, rev: str, meeting: CollectiveCall) -> tuple[str, str]:
     """The uid and the digest of the state that rank 0 finds."""
     body = b""
     if meeting.group.rank == 0:
@@ -372,7 +372,7 @@ def _chosen(sources: Sources, rev: str, meeting: Meeting) -> tuple[str, str]:
 def _clone(
     opened: OpenState,
     into: Mapping[str, object],
-    meeting: Meeting,
+    meeting: CollectiveCall,
     began: float,
     *,
     only: str | Sequence[str] | None,

@@ -18,7 +18,7 @@ from datastates.errors import OverBudget
 from datastates.state.device_digest import Digester
 from datastates.state.digest import chunk_digest
 from datastates.state.geometry import assemble, bytes_of, empty, is_whole, rebuild
-from datastates.state.in_place import Home
+from datastates.state.in_place import LiveTensor
 from datastates.state.manifest import CHUNK_BYTES, TensorSpec
 from datastates.state.xxh3 import can_digest, digests_of
 from datastates.system.devices import Mark, Stream, devices
@@ -606,7 +606,7 @@ class StagingBuffers:
 
 
 def staging_buffers_of(
-    homes: Mapping[int, Home], device_writer: DeviceWriter, count: int
+    homes: Mapping[int, LiveTensor], device_writer: DeviceWriter, count: int
 ) -> dict[torch.device, StagingBuffers]:
     """The staging buffers of each device that receives something."""
     found: dict[torch.device, StagingBuffers] = {}

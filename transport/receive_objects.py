@@ -14,7 +14,7 @@ from datastates.state import in_place
 from datastates.state.data_position import Redivision
 from datastates.state.digest import pieces_digest
 from datastates.state.geometry import is_whole
-from datastates.state.in_place import Home, live_homes, wait_for_copies
+from datastates.state.in_place import LiveTensor, live_tensors_for, wait_for_copies
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.state.report import RestoreReport, Target
 from datastates.state.restore import check_into, reads, write
@@ -327,14 +327,14 @@ class ObjectsSink(Sink):
                 self._objects, tree, only=self._only, strict=self._strict, has_values=False
             ).targets
 
-    def _find_homes(self, targets: Sequence[Target]) -> dict[int, Home]:
+    def _find_homes(self, targets: Sequence[Target]) -> dict[int, LiveTensor]:
         specs = self._parts.specs
         index_of = {
             id(self._tensors[index]): index
             for index in self._wanted
             if specs[index].alias is None and is_whole(specs[index])
         }
-        return live_homes(targets, index_of, specs)
+        return live_tensors_for(targets, index_of, specs)
 
     def _route(self, *, is_atomic: bool) -> dict[int, tuple[Segment, ...]]:
         stretches = []

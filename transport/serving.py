@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from datastates import values
-from datastates.collective import Group, Meeting
+from datastates.collective import CollectiveCall, Group
 from datastates.config import BackPressure
 from datastates.errors import (
     Closed,
@@ -504,9 +504,9 @@ def serve_together(group: Group, begin: Callable[[], Server]) -> Server:
     :raises InvalidInput: it is a server for browsers.
     :raises Unavailable: another rank failed, or did not come; names it.
     """
-    meeting, server = Meeting(group, "serve its states"), None
+    meeting, server = CollectiveCall(group, "serve its states"), None
     try:
-        with meeting.telling():
+        with meeting.reporting_errors():
             server = begin()
             serving = _for_peers(server)
             url = announced(server.url)

@@ -393,29 +393,29 @@ class Reader(StorageReader):
         self, repo: Repository | str | os.PathLike[str] | None = None, rev: str | State = "main"
     ) -> None:
         self._place = _Place(repo, rev if isinstance(rev, State) else values.revision(rev))
-        self._asked: str | State | None = None
+        self._revision: str | State | None = None
         self.is_planning = False
         self.state: State | None = None
 
     @property
     def checkpoint_id(self) -> str | None:
         """The revision that was asked for instead of the first one."""
-        return None if self._asked is None else str(self._asked)
+        return None if self._revision is None else str(self._revision)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Set the state to read; called before each load."""
-        self._asked, self.is_planning = None, False
+        self._revision, self.is_planning = None, False
         if checkpoint_id is not None and is_address(checkpoint_id):
             self._place.move(address_of(checkpoint_id, "checkpoint_id"))
         elif checkpoint_id is not None:
-            self._asked = values.revision(os.fspath(checkpoint_id))
+            self._revision = values.revision(os.fspath(checkpoint_id))
 
     def read_metadata(self) -> Metadata:
         """The contents of the state, as a save of it would plan them; no tensor is read."""
         # Takes no keywords: otherwise torch would ask again for a rank's own metadata, and report
         # that error instead.
         with self._place.core(must_exist=True) as core:
-            self.state = core.state(self._place.name if self._asked is None else self._asked)
+            self.state = core.state(self._place.name if self._revision is None else self._revision)
             sketch = unwrapped(_sketch(core, self.state), self.state.attributes)
         metadata = _planned(sketch, is_flat=FLAT in self.state.attributes)[1]
         self.is_planning = True

@@ -18,7 +18,7 @@ from datastates import values
 from datastates.lineage.states import State
 from datastates.training.tracker import Tracker
 
-from .beside import Beside, Ours
+from .metrics_log import MetricsLog, TrainingFacts
 
 try:
     from mlflow import MlflowClient
@@ -45,7 +45,7 @@ _LONGEST_KEY = 250
 _ODD = re.compile(r"[^\w\-. /:]")
 
 
-class MlflowLog(Beside):
+class MlflowLog(MetricsLog):
     """A run of MLflow beside one training; ``id`` is its run id.
 
     A resumed training continues in the run that it had. A fork has a run of its own, whose parent
@@ -75,7 +75,7 @@ class MlflowLog(Beside):
         self._refused: set[str] = set()
         super().__init__(tracker, values.optional(values.text)(into, "into"))
 
-    def _go_on(self, id: str, ours: Ours) -> bool:
+    def _resume(self, id: str, facts: TrainingFacts) -> bool:
         try:
             found = self._client.get_run(id)
         except MlflowException:
@@ -85,8 +85,10 @@ class MlflowLog(Beside):
         self._client.update_run(id, status="RUNNING")
         return True
 
-    def _begin(self, ours: Ours) -> str:
-        return str(self._client.create_run(self._experiment_id(), run_name=ours.branch).info.run_id)
+    def _begin(self, facts: TrainingFacts) -> str:
+        return str(
+            self._client.create_run(self._experiment_id(), run_name=facts.branch).info.run_id
+        )
 
     def _experiment_id(self) -> str:
         if self._experiment is None:
@@ -98,14 +100,14 @@ class MlflowLog(Beside):
             else found.experiment_id
         )
 
-    def _tell(self, ours: Ours, parent: str | None) -> None:
-        tags = ours.named()
+    def _describe(self, facts: TrainingFacts, parent: str | None) -> None:
+        tags = facts.named()
         if parent is not None:
             tags |= {"mlflow.parentRunId": parent, "datastates.parent": parent}
-        if ours.git_commit is not None:
-            tags["mlflow.source.git.commit"] = ours.git_commit
+        if facts.git_commit is not None:
+            tags["mlflow.source.git.commit"] = facts.git_commit
         known = self._client.get_run(self.id).data.params  # a param cannot be changed
-        named = {_key(key): str(value)[:_LONGEST] for key, value in ours.config.items()}
+        named = {_key(key): str(value)[:_LONGEST] for key, value in facts.config.items()}
         params = [Param(key, value) for key, value in named.items() if key not in known]
         self._client.log_batch(
             self.id, tags=[RunTag(key, value[:_LONGEST]) for key, value in tags.items()]

@@ -96,7 +96,7 @@ _Key = tuple[str, int, int]
 
 
 @dataclass(eq=False)
-class _Kept:
+class _OpenRepository:
     """An open repository and its users."""
 
     repository: Repository
@@ -105,7 +105,7 @@ class _Kept:
 
 
 _lock = Mutex()
-_kept: dict[_Key, _Kept] = {}
+_kept: dict[_Key, _OpenRepository] = {}
 _owner = os.getpid()
 
 
@@ -129,7 +129,7 @@ def opened(folder: str, *, must_exist: bool = False) -> Iterator[Repository]:
                 _close_later(kept)
 
 
-def let_go() -> None:
+def close_unused() -> None:
     """Close every repository that is not in use."""
     with _lock:
         for key, kept in list(_kept.items()):
@@ -137,7 +137,7 @@ def let_go() -> None:
                 _close(key, kept)
 
 
-def _take(root: Path) -> _Kept:
+def _take(root: Path) -> _OpenRepository:
     global _owner
     if _owner != os.getpid():  # the parent owns what it opened
         _owner = os.getpid()
@@ -148,7 +148,7 @@ def _take(root: Path) -> _Kept:
         key = _key(root)
         if key is None:
             raise NotFound(f"{root} is gone: somebody removed it while it was opened")
-        kept = _kept[key] = _Kept(repository)
+        kept = _kept[key] = _OpenRepository(repository)
     kept.users += 1
     if kept.timer is not None:
         kept.timer.cancel()
@@ -166,21 +166,21 @@ def _key(root: Path) -> _Key | None:
     return str(root), found.st_dev, found.st_ino
 
 
-def _close_later(kept: _Kept) -> None:
+def _close_later(kept: _OpenRepository) -> None:
     kept.timer = threading.Timer(IDLE_S, _close_idle, [kept])
     kept.timer.name = "idle-repository"
     kept.timer.daemon = True
     kept.timer.start()
 
 
-def _close_idle(kept: _Kept) -> None:
+def _close_idle(kept: _OpenRepository) -> None:
     with _lock:
         for key, each in list(_kept.items()):
             if each is kept and not kept.users:
                 _close(key, kept)
 
 
-def _close(key: _Key, kept: _Kept) -> None:
+def _close(key: _Key, kept: _OpenRepository) -> None:
     del _kept[key]
     if kept.timer is not None:
         kept.timer.cancel()

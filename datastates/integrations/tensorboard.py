@@ -19,7 +19,7 @@ from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 from datastates.training.tracker import Tracker
 
-from .beside import Beside, Ours
+from .metrics_log import MetricsLog, TrainingFacts
 
 try:
     from torch.utils.tensorboard import SummaryWriter
@@ -32,7 +32,7 @@ except ImportError as exc:
 __all__ = ["TensorboardLog"]
 
 
-class TensorboardLog(Beside):
+class TensorboardLog(MetricsLog):
     """A folder of events beside one training, named as its branch; ``id`` is its name in
     ``folder``, and ``writer`` takes what else you log.
 
@@ -63,27 +63,27 @@ class TensorboardLog(Beside):
             self.writer = into
         super().__init__(tracker, None if into is None else str(into.log_dir))
 
-    def _go_on(self, id: str, ours: Ours) -> bool:
-        if ours.start is None or not (self._folder / id).is_dir():
+    def _resume(self, id: str, facts: TrainingFacts) -> bool:
+        if facts.start is None or not (self._folder / id).is_dir():
             return False
-        self.writer = _writer(self._folder / id, purge_step=ours.start.step + 1)
+        self.writer = _writer(self._folder / id, purge_step=facts.start.step + 1)
         return True
 
-    def _begin(self, ours: Ours) -> str:
-        id = ours.branch
+    def _begin(self, facts: TrainingFacts) -> str:
+        id = facts.branch
         if (self._folder / id).exists():  # of a branch that had this name before
-            id = f"{id}-{ours.run[:8]}"
+            id = f"{id}-{facts.run[:8]}"
         self.writer = _writer(self._folder / id)
         return id
 
-    def _tell(self, ours: Ours, parent: str | None) -> None:
-        told = {
-            **ours.named(),
+    def _describe(self, facts: TrainingFacts, parent: str | None) -> None:
+        described = {
+            **facts.named(),
             **({} if parent is None else {"datastates.parent": parent}),
-            **ours.config,
+            **facts.config,
         }
         self.writer.add_text(
-            "datastates", _table(told), 0 if ours.start is None else ours.start.step
+            "datastates", _table(described), 0 if facts.start is None else facts.start.step
         )
 
     def _send(self, states: Sequence[State]) -> None:
@@ -107,8 +107,8 @@ def _writer(folder: Path, purge_step: int | None = None) -> SummaryWriter:
     return SummaryWriter(str(folder), purge_step=purge_step)
 
 
-def _table(told: Mapping[str, object]) -> str:
+def _table(described: Mapping[str, object]) -> str:
     """The values as Markdown, in which TensorBoard shows texts."""
     return "\n".join(
-        ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in told.items())]
+        ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in described.items())]
     )

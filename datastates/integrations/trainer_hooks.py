@@ -48,7 +48,7 @@ class TrainerLoop:
     between two epochs; ``left`` is then what the last pass leaves for the next. ``before`` holds
     how many batches were used before those of the newest step, and the random numbers then.
     ``best`` is the uid of the best state. ``load_state_dict`` does not put ``TrainerState`` back:
-    the Trainer itself reads it, from ``told``.
+    the Trainer itself reads it, from ``trainer_state``.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -107,7 +107,7 @@ class TrainerLoop:
             vars(callback).update(attributes)
 
     @staticmethod
-    def told(state: Mapping[str, Any]) -> dict[str, Any]:
+    def trainer_state(state: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the ``TrainerState`` that a stored loop holds."""
         lines = state["history"].numpy().tobytes()[: state["history_length"]].splitlines()
         return {**json.loads(state["state"]), "log_history": [json.loads(line) for line in lines]}
@@ -236,9 +236,9 @@ class Hooks:
     """Hooks over the methods of ``trainer``; each method still does its work, and nothing else
     while the Trainer does not have the callback. Everything belongs to the training thread.
 
-    ``told`` is where the Trainer should begin, in the form of its own file; None if it begins from
-    nothing. ``rng`` holds the random numbers of the restored state until the loop has reached the
-    place where it was captured. ``folder`` stands for that state.
+    ``trainer_state`` is where the Trainer should begin, in the form of its own file; None if it
+    begins from nothing. ``rng`` holds the random numbers of the restored state until the loop has
+    reached the place where it was captured. ``folder`` stands for that state.
     """
 
     def __init__(self, trainer: Any, callback: DatastatesCallback) -> None:
@@ -250,7 +250,7 @@ class Hooks:
             )
         self.trainer, self.callback = trainer, callback
         self.folder: str | None = None
-        self.told: dict[str, Any] | None = None
+        self.trainer_state: dict[str, Any] | None = None
         self.place: dict[str, Any] = {}
         self.rng: dict[str, object] | None = None
         self._replay: tuple[Any, dict[str, Any]] | None = None
@@ -272,17 +272,17 @@ class Hooks:
         self, own: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any
     ) -> Any:
         """Begin where the branch stands, or where ``resume_from_checkpoint`` says."""
-        folder = self.callback.set_out(
+        folder = self.callback.prepare_start(
             resume_from_checkpoint, trial=args[0] if args else options.get("trial")
         )
         with self._ending():
-            if self.told is None:
+            if self.trainer_state is None:
                 return own(folder, *args, **options)
             with (
                 TemporaryDirectory(prefix="datastates-") as self.folder,
                 _without_evaluation_at_start(self.trainer.args),
             ):
-                (Path(self.folder) / _FILE).write_text(json.dumps(self.told))
+                (Path(self.folder) / _FILE).write_text(json.dumps(self.trainer_state))
                 return own(self.folder, *args, **options)
 
     @contextmanager
@@ -294,7 +294,7 @@ class Hooks:
             error = exc
             raise
         finally:
-            self.folder = self.told = self.rng = self._replay = self._replayed = (
+            self.folder = self.trainer_state = self.rng = self._replay = self._replayed = (
                 self._stands_for
             ) = None
             self.callback.end(error)
@@ -307,7 +307,7 @@ class Hooks:
         """The epoch to begin with, and how many of its batches were used."""
         epoch, batches = own(*args, **options)
         loop, trainer = self.callback.loop, self.trainer
-        if self.told is not None:
+        if self.trainer_state is not None:
             max_steps, epochs = args[0], args[2]
             if trainer.state.global_step >= max_steps or self._is_stopped_early():
                 epoch, batches = epochs, 0
@@ -421,7 +421,7 @@ class Hooks:
         begun = {
             key: value for key, value in place.items() if key not in ("before_ahead", "prints")
         }
-        batches = turn.go_on({**begun, "batches": count}, None)
+        batches = turn.resume_at({**begun, "batches": count}, None)
         RngState().load_state_dict(rng)
         for _ in range(place["batches"] - count):
             next(batches or iter(()), None)

@@ -218,7 +218,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
 
     # --- where it begins --------------------------------------------------------------------------
 
-    def set_out(self, asked: Any, *, trial: object) -> Any:
+    def prepare_start(self, asked: Any, *, trial: object) -> Any:
         """Find where ``train(resume_from_checkpoint=asked)`` begins; returns what the Trainer
         itself should be asked for."""
         assert self._hooks is not None
@@ -258,7 +258,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
         wanted = self._stored_loop(begin) if is_whole and begin is not None else None
         if wanted is None:
             return asked if begin is None else None
-        self._hooks.told, self._hooks.place = TrainerLoop.told(wanted), wanted
+        self._hooks.trainer_state, self._hooks.place = TrainerLoop.trainer_state(wanted), wanted
         return None
 
     def _revision(self, asked: Any) -> State:
@@ -301,7 +301,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
                 " anew with smaller batches: set per_device_train_batch_size, and start again"
             )
         self._end_run(None)
-        is_whole = self._hooks.told is not None
+        is_whole = self._hooks.trainer_state is not None
         model, begin = more["model"], self._back or self._begin
         is_reseeded = begin is not None and "seed" in changes(args, begin.config)
         run = self._run = self.repo.track(

@@ -19,7 +19,7 @@ from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 from datastates.training.tracker import Tracker
 
-from .beside import Beside, Ours
+from .metrics_log import MetricsLog, TrainingFacts
 
 try:
     import wandb
@@ -34,12 +34,12 @@ _STEP = "step"
 _GIVEN = ("id", "resume", "reinit")
 
 
-class WandbLog(Beside):
+class WandbLog(MetricsLog):
     """A run of W&B beside one training; ``id`` is its id, ``run`` is W&B's own object, for your own
     pictures and tables.
 
     A resumed training continues in the run that it had. A fork has a run of its own, which names
-    the run of the branch that it left. The run's config has ours and, under ``datastates``, our
+    the run of the branch that it left. The run's config has facts and, under ``datastates``, our
     repository, branch and training; its summary has the newest state. Metrics are drawn over
     ``step``, the step of the state, because W&B's own count only grows and a resumed training
     repeats some steps. The run ends with the training.
@@ -68,24 +68,24 @@ class WandbLog(Beside):
             self.run = into
         super().__init__(tracker, None if into is None else str(into.id))
 
-    def _go_on(self, id: str, ours: Ours) -> bool:
-        self.run = self._open(id, ours)  # if W&B has lost it, it is made anew under its id
+    def _resume(self, id: str, facts: TrainingFacts) -> bool:
+        self.run = self._open(id, facts)  # if W&B has lost it, it is made anew under its id
         return True
 
-    def _begin(self, ours: Ours) -> str:
+    def _begin(self, facts: TrainingFacts) -> str:
         id = secrets.token_hex(4)
-        self.run = self._open(id, ours)
+        self.run = self._open(id, facts)
         return id
 
-    def _open(self, id: str, ours: Ours) -> Any:
-        given = {"name": ours.branch, **self._init}
+    def _open(self, id: str, facts: TrainingFacts) -> Any:
+        given = {"name": facts.branch, **self._init}
         return wandb.init(**given, id=id, resume="allow", reinit="create_new")
 
-    def _tell(self, ours: Ours, parent: str | None) -> None:
-        told = {key.removeprefix("datastates."): value for key, value in ours.named().items()}
+    def _describe(self, facts: TrainingFacts, parent: str | None) -> None:
+        described = {key.removeprefix("datastates."): value for key, value in facts.named().items()}
         config: Mapping[str, Any] = {
-            **ours.config,
-            "datastates": told if parent is None else {**told, "parent": parent},
+            **facts.config,
+            "datastates": described if parent is None else {**described, "parent": parent},
         }
         self.run.config.update(config, allow_val_change=True)
         self.run.define_metric(_STEP)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from datastates import values
-from datastates.collective import Group, Meeting
+from datastates.collective import CollectiveCall, Group
 from datastates.engine.copy import copy
 from datastates.engine.device_copies import Snapshot, piece_of
 from datastates.errors import Corrupt, InvalidInput
@@ -23,10 +23,10 @@ from datastates.state import in_place as dirty
 from datastates.state.adapters import Adapted, parts, with_trained
 from datastates.state.data_position import Redivision
 from datastates.state.geometry import bytes_of, dtype_of, is_spread, is_whole
-from datastates.state.in_place import Home, live_homes, wait_for_copies
+from datastates.state.in_place import LiveTensor, live_tensors_for, wait_for_copies
 from datastates.state.manifest import CHUNK_BYTES, TensorSpec
 from datastates.state.model import MODES
-from datastates.state.per_rank import boxes_here, lies_as, put_together
+from datastates.state.per_rank import boxes_here, is_laid_out_as, put_together
 from datastates.state.report import Findings, RestoreReport, Selection, Target, leaf_paths
 from datastates.state.restore import check_into, reads, write
 from datastates.state.xxh3 import Part, split_by_chunk
@@ -59,7 +59,7 @@ class DeviceFill:
     Belongs to one thread; what it does follows what the current streams have to do."""
 
     def __init__(
-        self, reader: Reader, specs: Sequence[TensorSpec], homes: Mapping[int, Home]
+        self, reader: Reader, specs: Sequence[TensorSpec], homes: Mapping[int, LiveTensor]
     ) -> None:
         assert isinstance(reader, SupportsParallelRead), "the caller looked"
         self._reader = reader
@@ -206,7 +206,7 @@ def _likes(
     return {
         index_of[key]: lives[0]
         for key, lives in found.items()
-        if len(lives) >= stands[key] and all(lies_as(live, lives[0]) for live in lives)
+        if len(lives) >= stands[key] and all(is_laid_out_as(live, lives[0]) for live in lives)
     }
 
 
@@ -225,7 +225,7 @@ def restore_from(
     only: str | Sequence[str] | None = None,
     strict: bool = True,
     own: Redivision | None = None,
-    meeting: Meeting | None = None,
+    meeting: CollectiveCall | None = None,
     near: Sequence[Snapshot] = (),
 ) -> RestoreReport:
     """``restore_into`` with the state that is open. ``own``: the ranks' own things have to be
@@ -244,12 +244,12 @@ def restore_from(
     own = Redivision(1, 0, 1) if own is None else own
     wants, specs, adapted = own.reads(reads(into, only)), specs_of(reader), Adapted(into)
     check = partial(check_into, into, only=only, strict=strict, adapted=adapted)
-    homes, spread = dict[int, Home](), dict[int, torch.Tensor]()
+    homes, spread = dict[int, LiveTensor](), dict[int, torch.Tensor]()
     is_parallel = (
         isinstance(reader, SupportsParallelRead)
         and sum(bytes_of(spec) for spec in specs if wants(spec.path)) >= _WORTH_BYTES
     )
-    copies = dict[int, tuple[Home, torch.Tensor]]()
+    copies = dict[int, tuple[LiveTensor, torch.Tensor]]()
     if is_parallel or has_spread(adapted) or meeting is not None or near:
         with torch.inference_mode(False):
             sketch, tensors = sketch_tree(reader, specs, wants=wants)
@@ -307,7 +307,9 @@ def restore_from(
     )
 
 
-def _fill(fill: Callable[[], None], into: Mapping[str, object], homes: Sequence[Home]) -> None:
+def _fill(
+    fill: Callable[[], None], into: Mapping[str, object], homes: Sequence[LiveTensor]
+) -> None:
     wait_for_copies(into)
     try:
         fill()
@@ -323,7 +325,7 @@ def _fill(fill: Callable[[], None], into: Mapping[str, object], homes: Sequence[
 
 def _homes(
     specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], targets: Sequence[Target]
-) -> dict[int, Home]:
+) -> dict[int, LiveTensor]:
     """The live tensors that receive stored ones, by index.
 
     Stored tensors that are not written into live ones are handed over, or loaded, before these are
@@ -335,7 +337,7 @@ def _homes(
         for i, (tensor, spec) in pairs
         if tensor is not None and spec.alias is None and is_whole(spec)
     }
-    homes = live_homes(targets, index_of, specs)
+    homes = live_tensors_for(targets, index_of, specs)
     written = Counter(id(target.stored) for target in targets)
     wanted = Counter(id(tensor) for tensor in tensors if tensor is not None)
     is_written_only = {
@@ -344,7 +346,7 @@ def _homes(
     return {index: home for index, home in homes.items() if index in is_written_only}
 
 
-def _copy(into: Mapping[str, object], copies: Sequence[tuple[Home, torch.Tensor]]) -> None:
+def _copy(into: Mapping[str, object], copies: Sequence[tuple[LiveTensor, torch.Tensor]]) -> None:
     wait_for_copies(into)
     try:
         copy(([home.flat for home, _ in copies], [piece for _, piece in copies]))
@@ -434,16 +436,21 @@ def restore(
 @contextmanager
 def _open_together(
     core: Core, state: State, group: Group, what: str
-) -> Iterator[tuple[SharedReader, Redivision, Meeting]]:
+) -> Iterator[tuple[SharedReader, Redivision, CollectiveCall]]:
     """A reader of a state for all ranks of a group; collective. If one rank fails, all fail.
 
     :raises InvalidInput: the ranks name other states; those that opened another repository may have
         another state of this uid.
     """
     own = Redivision(state.world_size, group.rank, group.size)
-    meeting = Meeting(group, f"{what} state {state.uid}")
+    meeting = CollectiveCall(group, f"{what} state {state.uid}")
     opened = partial(core.tiers.open_part, state, verify=core.config.verify)
-    with meeting.united(), undisturbed(), suggest_sound_state(core, state), ExitStack() as stack:
+    with (
+        meeting.synchronized(),
+        undisturbed(),
+        suggest_sound_state(core, state),
+        ExitStack() as stack,
+    ):
         mine = f"{state.uid} with the digest {state.digest[:16]}"
         everyone = [said.decode() for said in meeting.meet(mine.encode())]
         for rank, said in enumerate(everyone):

@@ -29,7 +29,7 @@ from .encoding import MAX_DEPTH, encoder_of
 from .generators import RngState, is_generator, state_of
 from .geometry import local_of, plain_tensors
 from .loaders import is_prepared, is_stateful, loses_shuffle_buffer, state_of_loader
-from .model import FROZEN, ModelState, Seen, check_module_form
+from .model import FROZEN, Members, ModelState, check_module_form
 from .optimizer import (
     INNER,
     OptimizerState,
@@ -43,7 +43,7 @@ from .per_rank import OWN_BUFFERS, OwnBuffers, is_own
 from .report import RestoreReport, own
 from .tree import (
     MOST_OBJECTS,
-    Owned,
+    PerRank,
     canonical_name,
     expanded,
     join,
@@ -129,7 +129,7 @@ class Adapted:
         Random number generators are read last, because reading the state of a loader may draw from
         them. ``lasting`` then lists the parts of the tree that are the very same objects as long as
         they hold the same tensors under the same names. These parts need no second walk. With
-        ``is_shared``, several ranks capture this state, and each rank's own parts are ``Owned``.
+        ``is_shared``, several ranks capture this state, and each rank's own parts are ``PerRank``.
         """
         walk = _Walk(self, is_shared=is_shared, is_waiting=is_waiting)
         tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
@@ -172,7 +172,7 @@ class Adapted:
 
     def _add_optimizers(self, walk: _Walk) -> None:
         trees, labels = (
-            Seen([tree for _, tree in walk.trees], []),
+            Members([tree for _, tree in walk.trees], []),
             (
                 [path for path, _ in walk.trees],
                 self._loose(),
@@ -186,7 +186,7 @@ class Adapted:
                 )
 
     def _add_optimizer(
-        self, out: dict[str, Any], optimizer: Optimizer, trees: Seen, labels: object
+        self, out: dict[str, Any], optimizer: Optimizer, trees: Members, labels: object
     ) -> Optimizer:
         """Fill in the tree of an optimizer; returns the bare one."""
         state = self._optimizer_states.get(id(optimizer))
@@ -322,7 +322,7 @@ class _Walk:
     def tree_of(self, path: str, found: Any) -> object:
         """``found`` as a plain tree."""
         if self._is_shared and is_own(found):
-            return Owned(self._tree_of(path, found))
+            return PerRank(self._tree_of(path, found))
         return self._tree_of(path, found)
 
     def _tree_of(self, path: str, found: Any) -> object:
@@ -527,7 +527,7 @@ def is_value(found: object) -> bool:
     return isinstance(found, _VALUES) or (encoder_of(kind) is not None and is_hashed_by_value)
 
 
-def is_handed(found: object) -> bool:
+def is_replaced(found: object) -> bool:
     """Whether a restore returns a new object to its caller, instead of changing ``found``. This
     holds for values and for objects that an encoder makes."""
     return is_value(found) or (encoder_of(type(found)) is not None and not holds_state(found))
@@ -575,7 +575,7 @@ def split_values(objects: Mapping[str, object]) -> tuple[dict[str, object], dict
             )
     others = {name: found for name, found in objects.items() if name not in values}
     for name, found in others.items():
-        if is_handed(found):
+        if is_replaced(found):
             kind = type(found).__name__
             raise InvalidInput(
                 f"{name} is a {kind}, of which its encoder makes a new one: no restore could put it"

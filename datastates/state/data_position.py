@@ -171,7 +171,7 @@ class Loops:
         found = [each for each in self._passes if not each.spans] or self._passes
         return max(0, found[-1].batches - 1) if found else 0
 
-    def begin_elsewhere(self, *, is_between: bool) -> None:
+    def note_other_counter(self, *, is_between: bool) -> None:
         """Note that other code counts the epochs. ``is_between``: a new one begins."""
         self.is_counted_elsewhere = True
         if is_between:
@@ -187,7 +187,7 @@ class Loops:
         """The places that the last epoch left for passes of this one that have not begun."""
         return self._left or [each.left_behind for each in self._last]
 
-    def send_back(self) -> None:
+    def restart(self) -> None:
         """Have running loops begin again, because the place in the data was changed."""
         self.version += 1
 
@@ -442,7 +442,7 @@ class Loops:
             rest = (
                 None
                 if place["is_over"]
-                else turn.go_on(place, None if turn.spans else epoch, is_here=self._is_here)
+                else turn.resume_at(place, None if turn.spans else epoch, is_here=self._is_here)
             )
             for batch in rest or ():
                 is_empty = False

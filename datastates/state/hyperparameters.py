@@ -100,7 +100,7 @@ def seed() -> int | None:
     return None if found == _UNSEEDED or found > 2**53 else found
 
 
-class Built:
+class ScriptOptions:
     """The tracked optimizers and schedulers as the script made them. Create it before a state is
     restored into them.
 

@@ -28,7 +28,7 @@ from .geometry import dense_view, dtype_of, is_spread, local_of, memory_key
 from .manifest import TensorSpec
 from .model import only_waits
 from .optimizer import with_inner
-from .per_rank import cut_for, lies_as
+from .per_rank import cut_for, is_laid_out_as
 from .report import Mismatch, Target
 from .tree import split_wrappers
 
@@ -63,13 +63,13 @@ def shared(targets: Sequence[Target]) -> Sharing:
         (target, extent) for target in targets if (extent := extent_of(target.live)) is not None
     ]
     touching = _touching(extent for _, extent in placed)
-    kept: defaultdict[Extent, list[_Lying]] = defaultdict(list)
+    kept: defaultdict[Extent, list[_PlacedTarget]] = defaultdict(list)
     for target, extent in sorted(placed, key=lambda pair: pair[0].is_replaceable):
-        lying = _Lying(target)
+        placed_target = _PlacedTarget(target)
         others = (each for near in touching[extent] for each in kept[near])
-        other = next((each.target for each in others if each.differs_from(lying)), None)
+        other = next((each.target for each in others if each.differs_from(placed_target)), None)
         if other is None:
-            kept[extent].append(lying)
+            kept[extent].append(placed_target)
         elif target.is_replaceable:
             found.apart.append(target)
         else:
@@ -118,7 +118,7 @@ def _touching(extents: Iterable[Extent]) -> dict[Extent, list[Extent]]:
     return found
 
 
-class _Lying:
+class _PlacedTarget:
     """A target, and the bytes that it is to have at its place."""
 
     def __init__(self, target: Target) -> None:
@@ -132,7 +132,7 @@ class _Lying:
             self._image = _image_of(self.target)
         return self._image
 
-    def differs_from(self, other: _Lying) -> bool:
+    def differs_from(self, other: _PlacedTarget) -> bool:
         """Whether the memory cannot hold both."""
         mine, its = self.target, other.target
         if _is_one(mine, its):
@@ -182,7 +182,9 @@ def _image_of(target: Target) -> _Image:
     assert here is not None, "it has an extent"
     if is_spread(target.live):
         found = local_of(
-            stored_here if lies_as(stored_here, target.live) else cut_for(target.live, stored_here)
+            stored_here
+            if is_laid_out_as(stored_here, target.live)
+            else cut_for(target.live, stored_here)
         )
         assert found is not None, "it is laid out as the live one"
         stored_here = found
@@ -318,7 +320,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Home:
+class LiveTensor:
     """A live tensor into which a stored one is received; ``flat`` is its bytes in memory order."""
 
     path: str
@@ -326,27 +328,27 @@ class Home:
     flat: torch.Tensor
 
 
-def live_homes(
+def live_tensors_for(
     targets: Sequence[Target], index_of: Mapping[int, int], specs: Sequence[TensorSpec]
-) -> dict[int, Home]:
+) -> dict[int, LiveTensor]:
     """The live tensor into which each tensor of the state can be received in place, by index.
 
     ``index_of`` gives the index of a stored tensor by its id. If live tensors overlap in memory and
     must become different stored ones, none of them is used: the order in which they are written
     then matters.
     """
-    found: dict[int, Home] = {}
+    found: dict[int, LiveTensor] = {}
     for target in targets:
         index = index_of.get(id(target.stored))
         if (
             index is not None
             and index not in found
             and target.is_as_stored
-            and _lies_as(target.live, specs[index])
+            and _has_layout_of(target.live, specs[index])
         ):
             flat = dense_view(target.live)
             if flat is not None:
-                found[index] = Home(target.path, target.live, flat)
+                found[index] = LiveTensor(target.path, target.live, flat)
     for index in _overlapping(targets, index_of):
         found.pop(index, None)
     return found
@@ -379,7 +381,7 @@ def _hooked(found: object) -> Iterator[nn.Module | Optimizer]:
                 yield from _hooked(child)
 
 
-def _lies_as(live: torch.Tensor, spec: TensorSpec) -> bool:
+def _has_layout_of(live: torch.Tensor, spec: TensorSpec) -> bool:
     if type(live) not in _PLAIN or live.layout is not torch.strided or live.is_quantized:
         return False
     if live.device.type != "cpu" and not devices().is_on(live):

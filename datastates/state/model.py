@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from datastates.errors import Corrupt, InvalidInput, Unsupported
 
 from .geometry import are_alike, is_spread, is_storable, is_wrapping, local_of, plain_tensors
-from .per_rank import cut_for, lies_as
+from .per_rank import cut_for, is_laid_out_as
 from .report import Findings, Mismatch, describe, own, write_tensor
 from .tree import canonical_name, join
 
@@ -73,7 +73,7 @@ class ModelState:
         self._metadata: OrderedDict[str, Any] = OrderedDict()
         self._parts: list[dict[str, Any]] | None = None
         self._kinds: frozenset[type[nn.Module]] = frozenset()
-        self._seen: Seen | None = None
+        self._seen: Members | None = None
         self._flags: list[object] = []
         self._in_eval = ""
         self.whole: OrderedDict[str, object] = OrderedDict()
@@ -94,7 +94,7 @@ class ModelState:
         if (
             self._parts is not None
             and self._seen is not None
-            and self._seen.is_still(_look(self._parts))
+            and self._seen.is_same_as(_look(self._parts))
             and self._is_made_by_torch()
         ):
             return self.whole
@@ -222,13 +222,13 @@ def check_module_form(path: str, module: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class Members:
     """The objects that containers held, in order, and how many each of them held."""
 
     objects: list[object]
     counts: list[int]
 
-    def is_still(self, now: Seen) -> bool:
+    def is_same_as(self, now: Members) -> bool:
         """Whether ``now`` has the same objects in the same places."""
         return (
             now.counts == self.counts
@@ -237,7 +237,7 @@ class Seen:
         )
 
 
-def _look(parts: list[dict[str, Any]]) -> Seen:
+def _look(parts: list[dict[str, Any]]) -> Members:
     """Look at every member of the modules with these ``__dict__``s, by name and object."""
     named = [*chain.from_iterable(map(_NAMED, parts))]
     others = [*chain.from_iterable(map(_OTHERS, parts))]
@@ -249,7 +249,7 @@ def _look(parts: list[dict[str, Any]]) -> Seen:
     if any(others):
         objects += chain.from_iterable(others)
         counts += map(len, others)
-    return Seen(objects, counts)
+    return Members(objects, counts)
 
 
 _NAMED = operator.itemgetter("_parameters", "_buffers", "_modules")
@@ -510,7 +510,9 @@ def _load(
         elif _repeats(targets[name]) or is_wrapping(targets[name]):
             write_tensor(targets[name], value)
         elif is_spread(targets[name]):
-            state[name] = value if lies_as(value, targets[name]) else cut_for(targets[name], value)
+            state[name] = (
+                value if is_laid_out_as(value, targets[name]) else cut_for(targets[name], value)
+            )
         else:
             state[name] = own(value) if name in kept or _is_extra(name) else value
     if metadata is not None:
@@ -569,7 +571,9 @@ def _is_same(one: object, other: object, *, has_values: bool) -> bool:
         return True
     # ranks see what they hold themselves, and exchange no messages
     if is_spread(one) or is_spread(other):
-        return not lies_as(one, other) or _is_same(local_of(one), local_of(other), has_values=True)
+        return not is_laid_out_as(one, other) or _is_same(
+            local_of(one), local_of(other), has_values=True
+        )
     # As bytes: a NaN equals itself.
     return all(
         torch.equal(

@@ -20,7 +20,7 @@ from datastates.system.devices import devices
 
 from .encoding import encoder_of
 from .geometry import are_alike, is_spread, kinds
-from .model import Seen
+from .model import Members
 from .per_rank import cut_for, on_all
 from .report import Findings, Mismatch, describe, leaf_paths, own, write_tensor
 from .tree import Number, join, positional_name
@@ -202,14 +202,14 @@ class OptimizerState:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = bare(optimizer)
-        self._seen: Seen | None = None
-        self._trees: Seen | None = None
+        self._seen: Members | None = None
+        self._trees: Members | None = None
         self._labels: object = None
         self._names: Names = []
         self._state: object = None
         self._class = ""
 
-    def tree(self, names: Callable[[], Names], trees: Seen, labels: object) -> dict[str, object]:
+    def tree(self, names: Callable[[], Names], trees: Members, labels: object) -> dict[str, object]:
         """The result of ``optimizer_tree``; do not change ``state`` and ``params`` in it.
 
         ``names()`` is called when the parameters change, or when the sources of names (``trees``
@@ -230,10 +230,12 @@ class OptimizerState:
         self._state = tree["state"] if seen is not None else None
         return tree
 
-    def _is_as_it_was(self, seen: Seen, trees: Seen, labels: object) -> bool:
+    def _is_as_it_was(self, seen: Members, trees: Members, labels: object) -> bool:
         if self._seen is None or self._trees is None:
             return False
-        return labels == self._labels and self._trees.is_still(trees) and self._seen.is_still(seen)
+        return (
+            labels == self._labels and self._trees.is_same_as(trees) and self._seen.is_same_as(seen)
+        )
 
     @property
     def lasting(self) -> list[object]:
@@ -242,7 +244,7 @@ class OptimizerState:
         return [] if self._state is None else [self._state, *self._names]
 
 
-def _look(optimizer: Optimizer) -> Seen | None:
+def _look(optimizer: Optimizer) -> Members | None:
     """Every parameter and every entry of the state by name and object; None if its state has
     another form."""
     state, groups = optimizer.state, optimizer.param_groups
@@ -257,7 +259,7 @@ def _look(optimizer: Optimizer) -> Seen | None:
         *groups,
         *chain.from_iterable(rows),
     ]
-    return Seen(objects, [*map(len, entries), *map(len, rows)])
+    return Members(objects, [*map(len, entries), *map(len, rows)])
 
 
 def _says_all(optimizer: Optimizer) -> bool:
@@ -607,7 +609,7 @@ class _Check:
         for key, value in chosen.items():
             if key not in apart and are_alike(live.get(key), value):
                 self.findings.overwrites(join(path, key), value, live[key], is_replaceable=True)
-            elif _lies_with(key, value, parameter):
+            elif _is_laid_out_like(key, value, parameter):
                 self.findings.made_like(value, parameter)
         if chosen or is_whole:
             self.findings.writes.append(
@@ -668,7 +670,7 @@ class _Check:
         if not is_spread(stored) and is_spread(parameter) and stored.dim():
             made = (
                 cut_for(parameter, stored)
-                if _lies_with(key, stored, parameter)
+                if _is_laid_out_like(key, stored, parameter)
                 else on_all(parameter, stored)
             )
             return self.findings.own(made, parameter.device)
@@ -681,7 +683,7 @@ class _Check:
             stored = stored.to(parameter.dtype)
         if isinstance(live, torch.Tensor):
             return self.findings.own(stored, live.device)
-        return self.findings.own(stored, _home(self.optimizer, group, key, parameter))
+        return self.findings.own(stored, _state_device(self.optimizer, group, key, parameter))
 
     def _write_other(self, key: Any, entry: object) -> None:
         self.optimizer.state[key] = self.findings.own(entry)
@@ -712,7 +714,7 @@ class _Check:
         return any(map(self.findings.selection.wants, paths))
 
 
-def _lies_with(key: object, stored: object, parameter: torch.Tensor) -> bool:
+def _is_laid_out_like(key: object, stored: object, parameter: torch.Tensor) -> bool:
     """Whether the optimizer lays this out over the ranks as its parameter, so that each rank has
     a part. All ranks have a counter whole."""
     if not is_spread(parameter) or not isinstance(stored, torch.Tensor):
@@ -720,7 +722,9 @@ def _lies_with(key: object, stored: object, parameter: torch.Tensor) -> bool:
     return stored.shape == parameter.shape and (key in _SHAPED or stored.dim() > 0)
 
 
-def _home(optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tensor) -> torch.device:
+def _state_device(
+    optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tensor
+) -> torch.device:
     """The device on which torch's optimizers keep a state tensor. Counters are on the CPU, unless
     the whole step runs on the device."""
     if (

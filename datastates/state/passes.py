@@ -217,7 +217,7 @@ class Pass:
             self._begin = self._snapshot()
         return self._counted(self._held())
 
-    def go_on(
+    def resume_at(
         self, place: Mapping[str, Any], epoch: int | None, *, is_here: bool = False
     ) -> Iterator[Any] | None:
         """The batches after ``place``. None if there are none, as far as can be determined without

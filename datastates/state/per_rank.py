@@ -34,7 +34,7 @@ from .geometry import (
     stand_in,
 )
 from .loaders import is_prepared
-from .tree import Owned, join
+from .tree import PerRank, join
 
 Cut = tuple[int, int]
 """A placement: the dimension that it cuts (-1: none), and into how many pieces that is cut first
@@ -235,7 +235,7 @@ def boxes_here(live: torch.Tensor) -> list[Holding]:
     return found
 
 
-def lies_as(one: object, other: object) -> bool:
+def is_laid_out_as(one: object, other: object) -> bool:
     """Whether both are DTensors of one shape and layout, so that this rank holds the same box of
     each."""
     return is_spread(one) and is_spread(other) and _layout(one) == _layout(other)
@@ -332,10 +332,10 @@ def is_own(found: object) -> bool:
     return isinstance(found, Iterable) and callable(getattr(found, "state_dict", None))
 
 
-def owned(tree: dict[str, object], names: Collection[str]) -> dict[str, object]:
+def mark_per_rank(tree: dict[str, object], names: Collection[str]) -> dict[str, object]:
     """The tree of a state in which the parts with these names are this rank's own."""
     return {
-        name: Owned(child) if name in names and type(child) is not Owned else child
+        name: PerRank(child) if name in names and type(child) is not PerRank else child
         for name, child in tree.items()
     }
 

@@ -187,7 +187,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Handed:
+class NewValue:
     """A placeholder for a stored value that is returned after the writes. No value is read before.
 
     A tensor goes to the device of ``like``, if given. It becomes a parameter if ``like`` is one,
@@ -291,9 +291,9 @@ class Findings:
         away."""
         return own(value, device, self._owned)
 
-    def handed(self, placed: Any) -> Any:
-        """``placed`` with each ``Handed`` in it replaced by its value."""
-        if isinstance(placed, Handed):
+    def new_value(self, placed: Any) -> Any:
+        """``placed`` with each ``NewValue`` in it replaced by its value."""
+        if isinstance(placed, NewValue):
             value, like = placed.value, placed.like
             if like is None or not isinstance(value, torch.Tensor):
                 return self.own(value)
@@ -302,7 +302,7 @@ class Findings:
             return _trained_as(like, self.own(value, like.device))
         if type(placed) is not tuple:
             return placed
-        fresh = tuple(map(self.handed, placed))
+        fresh = tuple(map(self.new_value, placed))
         return placed if all(map(operator.is_, fresh, placed)) else fresh
 
     @property

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from datastates.errors import InvalidInput
 
 from . import in_place
-from .adapters import GRADIENTS, IN_BACKWARD, Adapted, has_state, holds_state, is_handed, parts
+from .adapters import GRADIENTS, IN_BACKWARD, Adapted, has_state, holds_state, is_replaced, parts
 from .data_position import LOOPS
 from .generators import RngState, is_generator, kind_of, load_generator, state_of
 from .geometry import are_alike
@@ -27,8 +27,8 @@ from .model import FROZEN, MODES, check_gradients, check_module
 from .optimizer import INNER, bare, check_optimizer, why_anew
 from .report import (
     Findings,
-    Handed,
     Mismatch,
+    NewValue,
     RestoreReport,
     Selection,
     describe,
@@ -135,7 +135,7 @@ def _write(findings: Findings) -> None:
     done += ["all tensors"] * bool(findings.writes)
     for path, load in findings.last_loads:
         _load(path, load, done)
-    findings.values = {name: findings.handed(value) for name, value in findings.values.items()}
+    findings.values = {name: findings.new_value(value) for name, value in findings.values.items()}
 
 
 def _load(path: str, load: Callable[[], None], done: list[str]) -> None:
@@ -175,7 +175,7 @@ class _Check:
                     findings.restored.append(path)
                     # `fits` saw a tensor
                     self._overwrite(path, live, tree[name])  # type: ignore[arg-type]
-            elif not is_handed(live):
+            elif not is_replaced(live):
                 self._in_place(path, live, tree[name])
             elif findings.selection.wants_some(path, leaf_paths(tree[name], path)):
                 findings.values[name] = self.place(path, live, tree[name])
@@ -346,7 +346,7 @@ class _Check:
             if key in live:
                 placed[key] = self.place(here, live[key], value)
             elif is_whole or self.findings.selection.wants_some(here, leaf_paths(value, here)):
-                placed[key] = Handed(value)
+                placed[key] = NewValue(value)
                 self.findings.restored += leaf_paths(value, here)
         gone = [key for key in live if key not in stored]
         self.findings.missing += [
@@ -376,7 +376,7 @@ class _Check:
             for index, (old, new) in enumerate(zip(live, stored, strict=False))
         ]
         for index in range(len(placed), len(stored)):
-            placed.append(Handed(stored[index]))
+            placed.append(NewValue(stored[index]))
             self.findings.restored += leaf_paths(stored[index], join(path, index))
         self.findings.writes.append(partial(self._write_list, live, placed))
 
@@ -396,7 +396,7 @@ class _Check:
             ):
                 self._overwrite(path, live, stored, is_replaceable=is_replaceable)
                 return live
-            return Handed(stored, live)
+            return NewValue(stored, live)
         if isinstance(live, set) and isinstance(stored, set):
             self.findings.writes += (live.clear, partial(live.update, stored))
             return live
@@ -414,21 +414,21 @@ class _Check:
             self.findings.overwrites_array(path, stored, live, is_replaceable=is_replaceable)
             self.findings.writes.append(partial(np.copyto, live, stored))
             return live
-        return Handed(stored)
+        return NewValue(stored)
 
     def _write_mapping(
         self, live: dict[Any, Any], placed: Mapping[Any, object], gone: Sequence[Any]
     ) -> None:
         for key in gone:
             del live[key]
-        fresh = {key: self.findings.handed(value) for key, value in placed.items()}
+        fresh = {key: self.findings.new_value(value) for key, value in placed.items()}
         if live.keys() <= fresh.keys():
             live.clear()  # the order matters too: it shows which entry of a cache is the oldest
         for key, value in fresh.items():
             live[key] = value  # noqa: PERF403  # a Counter's update adds
 
     def _write_list(self, live: list[Any] | deque[Any], placed: Sequence[object]) -> None:
-        fresh = [self.findings.handed(value) for value in placed]
+        fresh = [self.findings.new_value(value) for value in placed]
         live.clear()
         live.extend(fresh)
 

@@ -73,7 +73,7 @@ ARRAY_BYTES = 64 << 10
 """NumPy arrays of at least this size are leaves, whose chunks are kept once, instead of values."""
 
 OWN = "datastates.own"
-"""The name under which a skeleton has an ``Owned`` tree, whose bytes are one value."""
+"""The name under which a skeleton has an ``PerRank`` tree, whose bytes are one value."""
 
 # of a tree, each counted as often as it is reached: a container that is used twice is stored twice
 MOST_OBJECTS = 10_000_000
@@ -116,7 +116,7 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Owned:
+class PerRank:
     """A tree that each rank has for itself: a state holds it as one value, so that its form may
     differ from rank to rank."""
 
@@ -567,7 +567,7 @@ class _Walk:
             self.nodes.append(("D", _factory_name(mapping.default_factory), keys))
         self._inside(mapping.values(), depth)
 
-    def owned(self, owned: Owned, _depth: int) -> None:
+    def owned(self, owned: PerRank, _depth: int) -> None:
         """Append this rank's separate values."""
         self._derived += 1
         self.nodes += (("x", OWN), VALUE)
@@ -649,7 +649,7 @@ _WALKERS: dict[type[Any], Callable[[_Walk, Any, int], None]] = {
     OrderedDict: _Walk.mapping,
     defaultdict: _Walk.mapping,
     np.ndarray: _Walk.array,
-    Owned: _Walk.owned,
+    PerRank: _Walk.owned,
     Number: _Walk.number,
 }
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from datastates.collective import Meeting
+from datastates.collective import CollectiveCall
 from datastates.errors import Corrupt, NotFound, Unavailable
 from datastates.state.digest import chunk_digest, decode, encode, first_chunks
 from datastates.state.manifest import CHUNK_BYTES, ChunkRef, Manifest
@@ -83,7 +83,12 @@ class SharedReader(PartsReader):
     chunks that other ranks pass on to it."""
 
     def __init__(
-        self, meeting: Meeting, parts: Sequence[Reader], places: Sequence[bytes], *, rank: int
+        self,
+        meeting: CollectiveCall,
+        parts: Sequence[Reader],
+        places: Sequence[bytes],
+        *,
+        rank: int,
     ) -> None:
         super().__init__(parts, rank=rank)
         self._meeting, self._places = meeting, places
@@ -237,7 +242,7 @@ class _RemotePart(Reader):
 
 
 def open_shared(
-    meeting: Meeting,
+    meeting: CollectiveCall,
     uid: str,
     size: int,
     open_part: Callable[[int], tuple[Reader, int]],
@@ -272,7 +277,7 @@ def open_shared(
 
 
 def _manifests(
-    meeting: Meeting, uid: str, parts: Mapping[int, Reader], places: Sequence[bytes]
+    meeting: CollectiveCall, uid: str, parts: Mapping[int, Reader], places: Sequence[bytes]
 ) -> dict[int, Manifest]:
     """The manifests of the parts that this rank does not reach, from those that do."""
     group, size = meeting.group, len(places[0])

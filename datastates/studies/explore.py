@@ -28,7 +28,7 @@ from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.states import Revision, State
 from datastates.lineage.write import attachments
 from datastates.maintenance.environment import node_id
-from datastates.training.collective import Together, using
+from datastates.training.collective import Ranks, using
 from datastates.values import Value
 
 from . import plan as arguments
@@ -123,7 +123,7 @@ def explore_among(
     """Train variants of a study in this group until all are over, whichever group trained them; see
     ``explore``. Collective among its ranks.
     """
-    ranks = Together(group)
+    ranks = Ranks(group)
     with ExitStack() as stack:
         since = ranks.first("begin the study", partial(_begin, stack, study, start), int)
         ours = _Ours(study, ranks, since)
@@ -177,7 +177,7 @@ class _Ours:
     """
 
     study: Study
-    ranks: Together
+    ranks: Ranks
     since: int
     claim: Claim | None = None
 

@@ -33,7 +33,7 @@ from datastates.maintenance.environment import node_id
 from datastates.maintenance.location import Location
 from datastates.repository import Repository
 from datastates.storage.tiers import CAPTURED
-from datastates.training.collective import Together, find, using
+from datastates.training.collective import Ranks, find, using
 from datastates.training.configuration import configuration
 from datastates.training.tracker import Tracker
 from datastates.values import Value
@@ -105,7 +105,7 @@ class Job:
     ) -> None:
         self._repository, self._assignment, self._stop = repository, assignment, stop
         self._check, self._fetch = check, fetch
-        self._ranks = Together(group or SoloGroup())
+        self._ranks = Ranks(group or SoloGroup())
         self._branch = records.branch_of(assignment.study, assignment.variant.name)
         self._origin = repository.state(assignment.origin)
         place = self._ranks.first("find where the variant stands", self._stand, _Place)
@@ -196,12 +196,12 @@ class Job:
         self._tracker = self._repository.track(
             branch=self._branch, start=self._origin.uid, config=config, group=self.group, **objects
         )
-        self._tracker.training.loops.begin_elsewhere(
+        self._tracker.training.loops.note_other_counter(
             is_between=self.is_new or records.EPOCH in self._from.attributes
         )
         self._step = self._tracker.step
         if self.is_new:
-            self._set = ", ".join(map(str, self._tracker.training.built.differences))
+            self._set = ", ".join(map(str, self._tracker.training.script_options.differences))
         return self._tracker
 
     def epochs(self) -> Iterator[int]:
@@ -211,7 +211,7 @@ class Job:
         :raises InvalidInput: an epoch ended without a report.
         """
         while not self.is_over:
-            with self._ranks.united("go on to the next epoch"):
+            with self._ranks.synchronized("go on to the next epoch"):
                 self._check()
             epoch = self._done
             if self._tracker is not None:

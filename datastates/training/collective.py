@@ -20,8 +20,8 @@ from datastates import values
 from datastates.collective import (
     EXCHANGE_BYTES,
     AnyGroup,
+    CollectiveCall,
     Group,
-    Meeting,
     MPIGroup,
     SoloGroup,
     TorchGroup,
@@ -34,7 +34,7 @@ from datastates.maintenance.core import Core
 T = TypeVar("T")
 
 
-class Together:
+class Ranks:
     """The ranks of a group, as one training uses them."""
 
     def __init__(self, group: Group) -> None:
@@ -47,7 +47,7 @@ class Together:
         return self.rank == 0
 
     @contextmanager
-    def united(self, what: str) -> Iterator[None]:
+    def synchronized(self, what: str) -> Iterator[None]:
         """A block that every rank goes through; it ends once all ranks have ended it, with or
         without an error. ``what`` says what they do in it, as in "could not …".
 
@@ -57,7 +57,7 @@ class Together:
         if self.size == 1:
             yield
             return
-        with Meeting(self.group, what).united():
+        with CollectiveCall(self.group, what).synchronized():
             yield
 
     def first(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
@@ -68,10 +68,10 @@ class Together:
         """
         if self.size == 1:
             return work()
-        meeting = Meeting(self.group, what)
+        meeting = CollectiveCall(self.group, what)
         if not self.is_first:
             return msgspec.msgpack.decode(meeting.meet()[0], type=kind)
-        with meeting.telling():
+        with meeting.reporting_errors():
             found = work()
         meeting.meet(msgspec.msgpack.encode(found))
         return found
@@ -85,7 +85,7 @@ class Together:
         """
         if self.size == 1:
             return {} if error is None else {0: error}
-        return Meeting(self.group, what).end(error)
+        return CollectiveCall(self.group, what).end(error)
 
     def state(
         self, core: Core, rev: str | State, *, nearest: bool = False, **terms: object
@@ -105,7 +105,7 @@ class Together:
         theirs, uid = self.first(
             "find the state", lambda: (said, core.state(said, nearest=nearest).uid), tuple[str, str]
         )
-        with self.united("find the state"):
+        with self.synchronized("find the state"):
             state = core.state(uid)
             own = uid if said == theirs else core.state(said, nearest=nearest).uid
         self.same(

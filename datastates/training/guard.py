@@ -435,7 +435,7 @@ class Guard:
                 salt = sum(ref.name.startswith(prefix) for ref in names_query.refs(session))
             for sampler in self._samplers:
                 sampler.reshuffle(salt)
-            training.loops.send_back()
+            training.loops.restart()
 
     def _gave_up(self, rewinds: Sequence[Rewind]) -> Unavailable:
         last = rewinds[-1]

@@ -20,7 +20,7 @@ from datastates.maintenance.core import Core
 from datastates.system.interrupts import Mutex
 from datastates.values import Value
 
-from .start import Terms, check_origin, follow
+from .start import Terms, begin_tracking, check_origin
 from .tracker import Tracker
 
 _TRIES = 50
@@ -113,7 +113,7 @@ def _tracker(core: Core, branch: str, start: str | None) -> Tracker:
         restores=False,
     )
     _forget(core, branch)
-    tracker = core.savers[branch] = follow(core, {}, {}, terms)
+    tracker = core.savers[branch] = begin_tracking(core, {}, {}, terms)
     return tracker
 
 

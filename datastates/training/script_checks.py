@@ -41,7 +41,7 @@ _KNOWN = (nn.Module, Optimizer, LRScheduler, RngState, torch.amp.GradScaler)
 """Objects that do not have the parameters of others in their state."""
 
 
-class Oversights:
+class ScriptChecks:
     """Checks what is tracked at every capture; costs microseconds."""
 
     def __init__(
@@ -57,7 +57,9 @@ class Oversights:
         self._objects = objects
         self._passed: set[str] | None = None
         self._optimizers = [
-            _Watched(path, found) for path, found in parts(objects) if isinstance(found, Optimizer)
+            _TrackedOptimizer(path, found)
+            for path, found in parts(objects)
+            if isinstance(found, Optimizer)
         ]
         self._buffers = [
             each
@@ -112,7 +114,7 @@ class Oversights:
             if names:
                 _logger.warning("%s: %s", ", ".join(names), said)
 
-    def note_passed(self, ours: Callable[[], Iterable[object]]) -> None:
+    def note_temporaries(self, ours: Callable[[], Iterable[object]]) -> None:
         """Note, when the script first uses the tracker, what it made only to pass it: no name of
         that could be bound to something else."""
         if self._passed is None and not self.gradients.captures:
@@ -249,7 +251,7 @@ class Oversights:
                     watched.path,
                 )
 
-    def _find_ends(self, watched: _Watched) -> None:
+    def _find_ends(self, watched: _TrackedOptimizer) -> None:
         """Find the first and the last of the parameters that only a step changes: an optimizer
         in its place would change both."""
         trained = [
@@ -355,7 +357,7 @@ class Gradients:
 
 
 @dataclass(slots=True, eq=False)
-class _Watched:
+class _TrackedOptimizer:
     """A tracked optimizer, and what the last capture saw of it.
 
     ``rows`` are the length and the id of the first parameter of each group: they differ once it has
@@ -474,7 +476,7 @@ _PARAMS = operator.itemgetter("params")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-def _is_shared(watched: _Watched, stepped: Iterable[_Watched]) -> bool:
+def _is_shared(watched: _TrackedOptimizer, stepped: Iterable[_TrackedOptimizer]) -> bool:
     """Whether another tracked optimizer, which has stepped, trains the same parameters."""
     mine = {id(parameter) for parameter in _parameters(watched.optimizer)}
     return any(

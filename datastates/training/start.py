@@ -50,40 +50,37 @@ from datastates.system.interrupts import undisturbed
 from datastates.system.logs import event, say
 from datastates.values import Value
 
-from .collective import Together
+from .collective import Ranks
 from .tracker import Tracker, check_replicas
 from .training import (
     Training,
-    go_on_training,
-    lose_groups,
-    regain_groups,
-    say_gained,
-    say_what_differs,
+    add_missing_groups,
+    log_added_groups,
+    log_differences,
+    remove_groups,
+    restore_trained,
 )
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_living: weakref.WeakSet[Training] = weakref.WeakSet()
+_open_trainings: weakref.WeakSet[Training] = weakref.WeakSet()
 
 
-def enter(training: Training) -> None:
-    """Register a training; from now on it gives way to the next one on its branch."""
-    _living.add(training)
-
-
-def take_over(core: Core, branch: str, check: Callable[[], object]) -> None:
+def end_earlier(core: Core, branch: str, check: Callable[[], object]) -> None:
     """End the trainings of this process on the branch.
 
     ``check`` is called first, and raises if the new training would be refused."""
     earlier = [
-        training for training in list(_living) if training.branch == branch and training.is_living
+        training
+        for training in list(_open_trainings)
+        if training.branch == branch and training.is_living
     ]
     earlier = [training for training in earlier if _is_same(training.core, core)]
     if earlier:
         check()
     for training in earlier:
-        training.give_way()
+        training.end_for_successor()
 
 
 def claim(
@@ -164,7 +161,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Outset:
+class StartPoint:
     """The state from which a tracker starts; None begins a new root. ``is_fork``: the branch does
     not exist yet. ``is_beyond``: the branch stands at another state than ``start``. ``is_taken``: a
     living process holds the branch, which is taken over from it.
@@ -184,7 +181,7 @@ def origin_of(
     resume: bool,
     takeover: bool = False,
     nearest: bool = False,
-) -> Outset:
+) -> StartPoint:
     """The state from which a tracker starts. A branch whose head cannot be restored is moved back;
     no branch is made. With ``nearest``, a fork of a state that cannot be restored starts from the
     nearest one that can.
@@ -195,11 +192,11 @@ def origin_of(
     with core.reading() as session:
         ref, origin = _named(core, session, branch, start, resume=resume, nearest=nearest)
         if holders(core, session, branch, takeover=takeover) and ref is not None:
-            return Outset(nearest_here(core, session, ref.state), is_beyond=True, is_taken=True)
+            return StartPoint(nearest_here(core, session, ref.state), is_beyond=True, is_taken=True)
         if ref is None:
             if origin is None:
                 _warn_of_misspelling(session, branch)
-                return Outset(None)
+                return StartPoint(None)
             if nearest:
                 origin = nearest_kept(core, session, origin)
             elif not origin.status.is_restorable:
@@ -214,7 +211,7 @@ def origin_of(
                 raise explain(core, session, head)
             why = None if origin.uid == head.uid else explain(core, session, head)
     if ref is None:
-        return Outset(origin, is_fork=True)
+        return StartPoint(origin, is_fork=True)
     if origin.uid != ref.state:
         back = event("branch.moved_back", branch=branch, state=origin.uid, reason=str(why))
         _logger.warning(
@@ -227,7 +224,7 @@ def origin_of(
         )
         with core.writing() as session:
             refs.move(session, branch, origin.uid, expected=ref.state)
-    return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
+    return StartPoint(origin, is_beyond=begun is None or begun.uid != origin.uid)
 
 
 def check_origin(
@@ -276,7 +273,7 @@ def _named(
     return ref, origin
 
 
-def set_out(
+def restore_start(
     training: Training,
     state: State,
     *,
@@ -304,10 +301,14 @@ def set_out(
     report = _restored(
         training, state, only=only, strict=strict, is_resumed=is_resumed, without=without
     )
-    stand(training, state, is_resumed=is_resumed)
+    set_position(training, state, is_resumed=is_resumed)
     if is_resumed:
-        go_on_training(
-            training.branch, training.adapted, report, is_told=training.ranks.is_first, at=state.uid
+        restore_trained(
+            training.branch,
+            training.adapted,
+            report,
+            is_logged=training.ranks.is_first,
+            at=state.uid,
         )
     if not training.ranks.is_first:
         return  # rank 0 logs it for all
@@ -317,7 +318,7 @@ def set_out(
     if not is_resumed:
         begun = event("branch.begun", branch=training.branch, state=state.uid, step=state.step)
         _logger.info("branch %s begins at %s", training.branch, where, extra=begun)
-        say_what_differs(training.branch, report)
+        log_differences(training.branch, report)
         return
     resumed = event("branch.resumed", branch=training.branch, state=state.uid, step=state.step)
     say(f"branch {training.branch} goes on from {where}", resumed)
@@ -348,22 +349,22 @@ def _restored(
         return training.restore(state, only=only, strict=strict, without=without)
     except InvalidInput as misfit:
         alone = is_resumed and training.ranks.size == 1
-        gained = regain_groups(training.core, state, training.adapted) if alone else []
+        gained = add_missing_groups(training.core, state, training.adapted) if alone else []
         if not gained:
             raise
         try:
             report = training.restore(state, only=only, strict=strict, without=without)
         except InvalidInput:
-            lose_groups(gained)
+            remove_groups(gained)
             raise misfit from None
         except BaseException:
-            lose_groups(gained)
+            remove_groups(gained)
             raise
-    say_gained(training.branch, gained)
+    log_added_groups(training.branch, gained)
     return report
 
 
-def stand(training: Training, state: State, *, is_resumed: bool) -> None:
+def set_position(training: Training, state: State, *, is_resumed: bool) -> None:
     """Make ``state`` the one where the training stands, whatever its objects hold; the first
     capture shares with it what is unchanged."""
     training.step, training.micro_step = state.step, state.micro_step
@@ -433,14 +434,14 @@ class Terms:
     retention: Retention | None = None
     restores: bool = True
     frozen: bool = True
-    ranks: Together = field(default_factory=lambda: Together(SoloGroup()))
+    ranks: Ranks = field(default_factory=lambda: Ranks(SoloGroup()))
     own: frozenset[str] = frozenset()
     reduce: Reduce = FIRST
     is_checking: bool = False
     takeover: bool = False
     nearest: bool = False
 
-    def said(self, names: Collection[str]) -> dict[str, object]:
+    def agreed(self, names: Collection[str]) -> dict[str, object]:
         """The terms on which all ranks must agree, with the names of the objects that they
         track."""
         told = {
@@ -497,7 +498,7 @@ def _rng_source(value: object, what: str) -> object:
 RngSource = Annotated[Literal["state", "script", False], _rng_source]
 
 
-def together(objects: Mapping[str, object], *, rng: RngSource) -> dict[str, object]:
+def tracked_objects(objects: Mapping[str, object], *, rng: RngSource) -> dict[str, object]:
     """Everything that is tracked, by name; ``rng`` says whether the global random number generators
     are.
 
@@ -526,7 +527,7 @@ def together(objects: Mapping[str, object], *, rng: RngSource) -> dict[str, obje
     return tracked | {"rng": RngState()} if rng else tracked
 
 
-def follow(
+def begin_tracking(
     core: Core, objects: Mapping[str, object], plain: dict[str, object], terms: Terms
 ) -> Tracker:
     """The tracker that captures these objects from now on; see ``Repository.track``.
@@ -534,40 +535,40 @@ def follow(
     Collective among the ranks of ``terms``."""
     branch, start, ranks = terms.branch, terms.start, terms.ranks
     settle()
-    ranks.same(terms.said({*objects, *plain}))
-    with ranks.united("begin on this branch"):
+    ranks.same(terms.agreed({*objects, *plain}))
+    with ranks.synchronized("begin on this branch"):
         core.tiers.check_parts(ranks.size)
-        cadence = _informed(core, terms.cadence)
-        take_over(
+        cadence = _with_mtbf(core, terms.cadence)
+        end_earlier(
             core,
             branch,
             partial(check_origin, core, branch, start, resume=terms.resume, nearest=terms.nearest),
         )
     with undisturbed():
-        job, origin = _outset(core, terms)
+        job, origin = _start_point(core, terms)
         built: list[Training] = []
         try:
-            with ranks.united("track this"):
+            with ranks.synchronized("track this"):
                 built.append(_training(core, objects, plain, terms, cadence, origin, job))
             training = built[0]
             ranks.same(_layout(training))
-            with ranks.united("restore its part"):
-                _put_back(training, terms, origin)
+            with ranks.synchronized("restore its part"):
+                _restore_objects(training, terms, origin)
             if terms.is_checking:
                 check_replicas(training)
             _begin_run(training, terms, origin)
             training.know_best()
         except BaseException:
             for each in built:
-                each.give_up()
+                each.undo()
             raise
         core.trainings.add(training)
-        enter(training)
+        _open_trainings.add(training)
         training.line.bound = keep(core, branch, terms.retention, training.adapted.size_bytes())
         return Tracker(training, back_pressure=terms.back_pressure, is_deferring=terms.defer)
 
 
-def _outset(core: Core, terms: Terms) -> tuple[str, Outset]:
+def _start_point(core: Core, terms: Terms) -> tuple[str, StartPoint]:
     """The uid of the job, and where its training begins.
 
     With several ranks, rank 0 decides both."""
@@ -575,7 +576,7 @@ def _outset(core: Core, terms: Terms) -> tuple[str, Outset]:
     if ranks.size == 1:
         return "", _origin(core, terms)
     job = ranks.first("find where to begin", partial(_job, core, terms), _Job)
-    with ranks.united("see what rank 0 sees"):
+    with ranks.synchronized("see what rank 0 sees"):
         with core.reading() as session:
             try:
                 runs.get(session, job.process)
@@ -584,7 +585,7 @@ def _outset(core: Core, terms: Terms) -> tuple[str, Outset]:
                     f"this rank opened {core.location}, and rank 0 another repository: open one"
                     " that all ranks share, a folder that all reach or a database"
                 ) from exc
-        return job.uid, Outset(
+        return job.uid, StartPoint(
             None if job.origin is None else core.state(job.origin),
             is_fork=job.is_fork,
             is_beyond=job.is_beyond,
@@ -592,7 +593,7 @@ def _outset(core: Core, terms: Terms) -> tuple[str, Outset]:
         )
 
 
-def _origin(core: Core, terms: Terms) -> Outset:
+def _origin(core: Core, terms: Terms) -> StartPoint:
     return origin_of(
         core,
         terms.branch,
@@ -622,7 +623,7 @@ def _training(
     plain: dict[str, object],
     terms: Terms,
     cadence: Policy,
-    origin: Outset,
+    origin: StartPoint,
     job: str,
 ) -> Training:
     begin, ranks = origin.state, terms.ranks
@@ -655,17 +656,17 @@ def _training(
     return training
 
 
-def _put_back(training: Training, terms: Terms, origin: Outset) -> None:
+def _restore_objects(training: Training, terms: Terms, origin: StartPoint) -> None:
     begin = origin.state
     # it selects of ``start``; a resumed fork gets all its own
     only = None if origin.is_beyond and terms.start is not None else terms.only
     if begin is not None and not terms.restores:
-        stand(training, begin, is_resumed=origin.is_beyond)
+        set_position(training, begin, is_resumed=origin.is_beyond)
     elif begin is not None:
         training.takes_script = (
             terms.hyperparameters or ("state" if origin.is_beyond else "script")
         ) == "script"
-        set_out(
+        restore_start(
             training,
             begin,
             only=only,
@@ -674,14 +675,15 @@ def _put_back(training: Training, terms: Terms, origin: Outset) -> None:
             rng=terms.rng,
         )
     else:
-        training.say_once(
+        training.warn_once(
             training.configure(
-                training.built.values | ({} if training.seed is None else {"seed": training.seed})
+                training.script_options.values
+                | ({} if training.seed is None else {"seed": training.seed})
             )
         )
 
 
-def _begin_run(training: Training, terms: Terms, origin: Outset) -> None:
+def _begin_run(training: Training, terms: Terms, origin: StartPoint) -> None:
     """Record the run of this rank, and make the branch of a fork, now that its objects are
     restored: a fork that fails leaves no branch."""
     core, ranks, begin = training.core, terms.ranks, origin.state
@@ -695,7 +697,7 @@ def _begin_run(training: Training, terms: Terms, origin: Outset) -> None:
             if begin is not None and origin.is_fork:
                 refs.branch(session, terms.branch, begin.uid)
 
-    with ranks.united("begin its run"):
+    with ranks.synchronized("begin its run"):
         if not ranks.is_first:
             with core.database.write() as session:
                 training.begin_run(session)
@@ -719,7 +721,7 @@ def _layout(training: Training) -> dict[str, object]:
     return told
 
 
-def _informed(core: Core, cadence: Policy) -> Policy:
+def _with_mtbf(core: Core, cadence: Policy) -> Policy:
     """The cadence; if it asks for it, it has been told how often processes of this repository
     died."""
     if not cadence.asks_mtbf:

@@ -23,7 +23,7 @@ from datastates.lineage.states import Revision, State, StateFacts, Why
 from datastates.policy.contract import CadenceChoice
 from datastates.state import in_place
 from datastates.state.encoding import encode_values
-from datastates.state.per_rank import owned
+from datastates.state.per_rank import mark_per_rank
 from datastates.state.report import RestoreReport
 from datastates.state.tree import flatten
 from datastates.system.interrupts import undisturbed
@@ -68,10 +68,12 @@ def differing(training: Training) -> list[Difference]:
     ranks = training.ranks
     if ranks.size == 1:
         return []
-    with ranks.united("look at what it holds"):
+    with ranks.synchronized("look at what it holds"):
         training.fence()
         apart = {id(tensor) for tensor in training.adapted.buffers()}
-        tree = owned({**training.adapted.outlook(is_shared=True), **training.values}, training.own)
+        tree = mark_per_rank(
+            {**training.adapted.outlook(is_shared=True), **training.values}, training.own
+        )
         copies = copies_of(
             flatten(tree).tensors, ranks.rank, ranks.size, apart=apart, members=ranks.group.members
         )
@@ -221,7 +223,7 @@ class Tracker:
 
         :raises InvalidInput: ``count`` is no number of epochs.
         """
-        self._training.oversights.note_passed(self._training.kept)
+        self._training.script_checks.note_temporaries(self._training.kept)
         return self._training.loops.count(
             checks.integer(count, "the number of epochs", least=0),
             is_resumed=self._training.is_resumed,
@@ -296,7 +298,7 @@ class Tracker:
         verify: bool,
         is_numbered: bool,
     ) -> Steps[Any]:
-        self._training.oversights.note_passed(self._training.kept)
+        self._training.script_checks.note_temporaries(self._training.kept)
         batches = self._training.loops.batches(
             loader,
             is_resumed=self._training.is_resumed,
@@ -366,7 +368,7 @@ class Tracker:
     ) -> Capture:
         began, training = time.monotonic(), self._training
         training.check_usable()
-        noted = _Noted.of(metrics, attributes, message, training.attributes)
+        noted = _CaptureArguments.of(metrics, attributes, message, training.attributes)
         self.micro_step = checks.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
         self.step = (
             checks.step(
@@ -410,8 +412,8 @@ class Tracker:
         in ``Staged``."""
         training, uid = self._training, facts.uid
         training.raise_background_error()
-        training.heed_edits()
-        training.oversights.look(training.kept)
+        training.apply_edits()
+        training.script_checks.look(training.kept)
         training.note_capture()
         flat = flatten(training.tree(), training.known(), training.adapted.lasting)
         if in_place.is_any():
@@ -531,7 +533,7 @@ class Tracker:
         :raises Conflict: another process moved the branch meanwhile.
         """
         training, ranks = self._training, self._training.ranks
-        with ranks.united("end its captures"):
+        with ranks.synchronized("end its captures"):
             training.check_usable()
             training.fence()
             self._host.settle(training.line)
@@ -602,7 +604,7 @@ class Tracker:
         self._training.close()
 
     def __enter__(self) -> Self:
-        self._training.oversights.note_passed(self._training.kept)
+        self._training.script_checks.note_temporaries(self._training.kept)
         return self
 
     def __exit__(
@@ -640,7 +642,7 @@ class Steps(Iterator[Batch]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
+class _CaptureArguments:
     """The arguments of a capture, copied for the background. What cannot be recorded is refused
     here, on the caller's thread.
 

@@ -48,19 +48,26 @@ from datastates.state.adapters import GRADIENTS, Adapted, add_groups, divided, p
 from datastates.state.data_position import LOOPS, Loops
 from datastates.state.generators import RngState
 from datastates.state.geometry import is_spread
-from datastates.state.hyperparameters import SCHEDULED, Built, Difference, is_alike, seed, shown
+from datastates.state.hyperparameters import (
+    SCHEDULED,
+    Difference,
+    ScriptOptions,
+    is_alike,
+    seed,
+    shown,
+)
 from datastates.state.model import MODES, ModelState
 from datastates.state.optimizer import bare, is_plain
-from datastates.state.per_rank import owned
+from datastates.state.per_rank import mark_per_rank
 from datastates.state.report import RestoreReport, Selection
 from datastates.state.tree import Flat, flatten, join
 from datastates.system.interrupts import undisturbed
 from datastates.system.logs import event, say
 from datastates.values import Value
 
-from .collective import Together
+from .collective import Ranks
 from .configuration import with_used
-from .script_checks import Oversights
+from .script_checks import ScriptChecks
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -75,15 +82,15 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_parted = WeakIdKeyDictionary()
+_end_states = WeakIdKeyDictionary()
 """The state at which the last training of a parameter ended in this process, by the parameter."""
 
 
-def regain_groups(core: Core, state: State, adapted: Adapted) -> list[tuple[Optimizer, int]]:
+def add_missing_groups(core: Core, state: State, adapted: Adapted) -> list[tuple[Optimizer, int]]:
     """Give optimizers the parameter groups that they had in the state and lack here; returns these
     optimizers and how many each has got.
 
-    ``lose_groups`` undoes it.
+    ``remove_groups`` undoes it.
     """
     found = [
         (path, bare(each)) for path, each in parts(adapted.objects) if isinstance(each, Optimizer)
@@ -95,13 +102,13 @@ def regain_groups(core: Core, state: State, adapted: Adapted) -> list[tuple[Opti
     ]
 
 
-def lose_groups(gained: Sequence[tuple[Optimizer, int]]) -> None:
+def remove_groups(gained: Sequence[tuple[Optimizer, int]]) -> None:
     """Take the last groups away from these optimizers."""
     for optimizer, count in gained:
         del optimizer.param_groups[-count:]
 
 
-def say_gained(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
+def log_added_groups(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
     """Say which groups were added."""
     for optimizer, count in gained:
         sizes = " and ".join(str(len(group["params"])) for group in optimizer.param_groups[-count:])
@@ -111,12 +118,12 @@ def say_gained(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
         say(f"branch {branch}: {gained_group}, as in the state that was restored")
 
 
-def part_at(uid: str, adapted: Adapted) -> None:
+def note_end_state(uid: str, adapted: Adapted) -> None:
     """Note that a training of this process ends at a state: as long as its parameters live, the
     script that made them is running on."""
     for module in adapted.modules:
         for found in (*module.modules(), *module.parameters()):
-            _parted[found] = uid
+            _end_states[found] = uid
 
 
 _DIFFERENCES = (
@@ -127,8 +134,8 @@ _DIFFERENCES = (
 )
 
 
-def go_on_training(
-    branch: str, adapted: Adapted, report: RestoreReport, *, is_told: bool, at: str | None = None
+def restore_trained(
+    branch: str, adapted: Adapted, report: RestoreReport, *, is_logged: bool, at: str | None = None
 ) -> None:
     """Freeze and unfreeze parameters, and set the modes of modules, as the state had them, because
     the script may not come by there again.
@@ -139,18 +146,18 @@ def go_on_training(
     kept_back, report = divided(
         report,
         adapted,
-        lambda found: at is not None and _parted.get(found) == at,
+        lambda found: at is not None and _end_states.get(found) == at,
         is_running=at is None,
     )
-    if is_told:
-        say_what_differs(branch, kept_back, "goes on")
+    if is_logged:
+        log_differences(branch, kept_back, "goes on")
     left = set(put_back(report, adapted))
     for name, kind, done, _, _ in _DIFFERENCES:
         changed, kept = (
             [path for path in getattr(report, name) if (path in left) is is_left]
             for is_left in (False, True)
         )
-        if changed and is_told:
+        if changed and is_logged:
             say(
                 f"branch {branch}: {_counted(changed, kind)} {done} again, as in the state that was"
                 " restored"
@@ -166,7 +173,7 @@ def go_on_training(
             )
 
 
-def say_what_differs(branch: str, report: RestoreReport, does: str = "begins") -> None:
+def log_differences(branch: str, report: RestoreReport, does: str = "begins") -> None:
     """Say what the script freezes, trains or evaluates otherwise than the state where its branch
     begins or goes on: it may be meant, or forgotten.
     """
@@ -252,8 +259,8 @@ class Training:
         flatten({**outlook, **values}, is_checking=True)  # refuses what no state can hold
         self.host = core.host()
         self.given, self.seed, self.takes_script = {**config}, seed(), True
-        self.built, self.used = Built(self.objects), dict[str, Value]()
-        self._hyperparameters = self._script = self.built.values
+        self.script_options, self.used = ScriptOptions(self.objects), dict[str, Value]()
+        self._hyperparameters = self._script = self.script_options.values
         self.run = line.run = describe_training(core.engage().run, line.branch, config)
         self.pending = Pending(self.host.fence)
         self.newest: str | None = None
@@ -269,21 +276,21 @@ class Training:
         self.attributes: dict[str, Value] = {}
         self._on_end: list[Callable[[BaseException | None], None]] = []
         self.report: RestoreReport | None = None
-        self.ranks = Together(SoloGroup())
+        self.ranks = Ranks(SoloGroup())
         self.own: frozenset[str] = frozenset()
         self._loader_size: int | None = None
         self._is_begun = self._has_loader = False
         self._captures = 0
-        self._told_differences: set[str] = set()
+        self._logged_lines: set[str] = set()
         self._plan: CopyPlan | None = None
-        self._is_closed = self._is_ended = self._has_given_way = False
+        self._is_closed = self._is_ended = self._is_superseded = False
         self._pid = os.getpid()
         self._fence = Fence(self.pending.wait)
         self._fence.install(self.adapted.optimizers, self.adapted.modules)
-        self.oversights = Oversights(
+        self.script_checks = ScriptChecks(
             self.adapted.objects, outlook, self._fence.steps_of, has_gradients=gradients
         )
-        self._fence.on_step = self.oversights.gradients.stepped
+        self._fence.on_step = self.script_checks.gradients.stepped
         # the last call here that may fail
         self.host.open_line(line, cadence, self.adapted.size_bytes())
         self._finalizer = weakref.finalize(
@@ -299,7 +306,7 @@ class Training:
     def head(self) -> State | None:
         """See ``Tracker.head``."""
         self.host.settle(self.line)
-        self.heed_edits()
+        self.apply_edits()
         if self.line.tip is None:
             return None
         for rev in (
@@ -375,7 +382,7 @@ class Training:
         in_eval = "\n".join(filter(None, (model.in_eval() for _, model in self.adapted.models())))
         if in_eval or own is not None:
             tree[MODES] = in_eval
-        return tree if own is None else owned(tree, {*own, LOOPS})
+        return tree if own is None else mark_per_rank(tree, {*own, LOOPS})
 
     def known(self) -> Flat | None:
         """The leaves of the last capture, if the next one can be expected to have the same; else
@@ -437,7 +444,7 @@ class Training:
         if error is not None:
             raise error
 
-    def heed_edits(self) -> None:
+    def apply_edits(self) -> None:
         """From now on, copy at once those tensors that were edited by hand during a copy."""
         with undisturbed():
             if self.line.edits.learn(self.branch):
@@ -455,7 +462,7 @@ class Training:
                 "this tracker belongs to the parent process: open the repository and track again in"
                 " the child"
             )
-        if self._has_given_way:
+        if self._is_superseded:
             raise Closed(
                 f"this tracker gave way to another that was made for branch {self.branch} in this"
                 " process: capture with that one, or track a branch of another name"
@@ -487,12 +494,12 @@ class Training:
         """
         with undisturbed():
             before = self.run
-            with self.ranks.united("restore its part"):
+            with self.ranks.synchronized("restore its part"):
                 report = self.restore(state, only=only, strict=strict, without=without)
                 if self.run.config != before.config:
                     self._begin_another_run(before)
             if LOOPS not in without:
-                go_on_training(self.branch, self.adapted, report, is_told=self.ranks.is_first)
+                restore_trained(self.branch, self.adapted, report, is_logged=self.ranks.is_first)
             self.ranks.first("move the branch", partial(self._move, state, reason), type(None))
             self.line.stand((state.uid, state.digest))
             self._fence.count_anew()
@@ -545,9 +552,9 @@ class Training:
         self.report = restore(
             self.core, state, into, only=only, strict=strict, group=self.ranks.group
         )
-        self.say_once(lines)
+        self.warn_once(lines)
         if self.takes_script:
-            self.built.put()
+            self.script_options.put()
         restored = set(self.report.restored)
         for optimizer in self.adapted.optimizers_with_inner:
             if optimizer.state:
@@ -568,7 +575,7 @@ class Training:
             {key: value for key, value in self.report.values.items() if key in self.values}
         )
         self.step, self.micro_step = state.step, state.micro_step
-        self._plan, self._hyperparameters = None, self.built.now()
+        self._plan, self._hyperparameters = None, self.script_options.now()
         return self.report
 
     def _choose(
@@ -582,21 +589,24 @@ class Training:
         """
         wants = Selection(only).wants
         tree = (
-            load_values(self.core, state, self.ranks.group, wants=self.built.reads)
-            if self.built
+            load_values(self.core, state, self.ranks.group, wants=self.script_options.reads)
+            if self.script_options
             else None
         )
-        found = self.built.compare(
+        found = self.script_options.compare(
             tree, state.config, lambda path: path.split("/")[0] not in without and wants(path)
         )
         if not self.takes_script:
-            self.built.check_classes()
+            self.script_options.check_classes()
         lines = [self._line(each, state) for each in found]
-        lines += self.built.choose() if self.takes_script else []
+        lines += self.script_options.choose() if self.takes_script else []
         is_continued = wants("rng") and any(
             isinstance(each, RngState) for name, each in self.objects.items() if name not in without
         )
-        before, used = state.config.get("seed"), self.built.in_use(is_chosen=self.takes_script)
+        before, used = (
+            state.config.get("seed"),
+            self.script_options.in_use(is_chosen=self.takes_script),
+        )
         if self.seed not in (None, before) and "world_size" in state.config:
             mine, theirs = (
                 f"the script (seed {shown(self.seed)})",
@@ -616,7 +626,7 @@ class Training:
         elif self.seed is not None:
             used["seed"] = self.seed
         return [*lines, *self.configure(used)], {
-            path for path in self.built.replayed if "/" not in path
+            path for path in self.script_options.replayed if "/" not in path
         }
 
     def _line(self, difference: Difference, state: State) -> str:
@@ -652,7 +662,9 @@ class Training:
 
         Returns a line for each that is not in use."""
         self.used = (
-            {**used, "world_size": self.ranks.size} if self.built or self.adapted.modules else {}
+            {**used, "world_size": self.ranks.size}
+            if self.script_options or self.adapted.modules
+            else {}
         )
         sizes = {
             f"{path.replace('/', '.')}.batch_size": found.batch_size
@@ -673,7 +685,7 @@ class Training:
             return
         size = getattr(loader, "batch_size", None)
         self._loader_size = size if isinstance(size, int) else None
-        now = {} if self._is_begun else self.built.now()
+        now = {} if self._is_begun else self.script_options.now()
         self._is_begun, self._has_loader = True, loader is not None
         self._record_changes(now)
 
@@ -685,7 +697,7 @@ class Training:
         """
         self._captures += 1
         if self._captures == 2:
-            now = self.built.now()
+            now = self.script_options.now()
             rates = {
                 key: value
                 for key, value in now.items()
@@ -732,13 +744,13 @@ class Training:
             self.host.begin_run(self.run)
             with suppress(Unavailable), self.core.database.write() as session:
                 runs.configure(session, self.run)
-        self.say_once(lines)
+        self.warn_once(lines)
 
-    def say_once(self, lines: Sequence[str]) -> None:
+    def warn_once(self, lines: Sequence[str]) -> None:
         """Log lines that were not logged for this training."""
         for line in dict.fromkeys(lines) if self.ranks.is_first else ():
-            if line not in self._told_differences:
-                self._told_differences.add(line)
+            if line not in self._logged_lines:
+                self._logged_lines.add(line)
                 _logger.warning("branch %s: %s", self.branch, line)
 
     def _warn_of_trained(self, path: str, model: ModelState, restored: set[str]) -> None:
@@ -785,13 +797,13 @@ class Training:
             self.line, is_failing=error is not None or sys.exc_info()[1] is not None
         )
         self._fence.remove()
-        self.oversights.gradients.unhook()
+        self.script_checks.gradients.unhook()
         # the repository may outlive the models, and must not keep them alive
         self.core.trainings.discard(self)
         self.core.drain()
         self.forget_layout()  # it keeps captured tensors and places in memory alive
         if self.line.tip is not None:
-            part_at(self.line.tip[0], self.adapted)
+            note_end_state(self.line.tip[0], self.adapted)
         if not self.core.database.is_closed:
             # the repository may have been closed after an interrupt of this
             with (
@@ -805,14 +817,14 @@ class Training:
                     {**facts_of(self.line), **states.facts_of(error, self.step)},
                 )
                 runs.finish(session, self.run.uid)
-            self._tell_what_is_kept()
+            self._log_kept_states()
         self._is_ended = True  # an interrupt before this: the next call goes on
         self._finalizer.detach()
         self._call_listeners(error)
-        self.heed_edits()
+        self.apply_edits()
         self.raise_background_error()
 
-    def _tell_what_is_kept(self) -> None:
+    def _log_kept_states(self) -> None:
         """Log how many of the captured states can be restored."""
         with suppress(Unavailable), self.core.database.read() as session:
             captured, restorable, size = kept_of(session, self.run.uid)
@@ -838,10 +850,10 @@ class Training:
                     "branch %s: %s could not be ended", self.branch, on_end, exc_info=True
                 )
 
-    def give_way(self) -> None:
+    def end_for_successor(self) -> None:
         """End, because another training is about to begin on this branch: the head becomes
         durable, and this one captures no more."""
-        self._has_given_way = True
+        self._is_superseded = True
         try:
             self.close()
         except Exception as exc:  # the new tracker begins, whatever happened to the earlier one
@@ -855,10 +867,10 @@ class Training:
                 self.branch,
             )
 
-    def give_up(self) -> None:
+    def undo(self) -> None:
         """Undo a training that never began: nothing was captured."""
         self._fence.remove()
-        self.oversights.gradients.unhook()
+        self.script_checks.gradients.unhook()
         self.host.close_line(self.line)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates import Tracker
-from datastates.integrations.beside import Beside
+from datastates.integrations.metrics_log import MetricsLog
 
 Point = tuple[int, str, float]
 
@@ -44,7 +44,7 @@ class Theirs(ABC):
         self.folder = folder
 
     @abstractmethod
-    def beside(self, run: Tracker) -> Beside:
+    def beside(self, run: Tracker) -> MetricsLog:
         """The adapter, as a user makes it."""
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Mlflow(Theirs):
 
         self.client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
 
-    def beside(self, run: Tracker) -> Beside:
+    def beside(self, run: Tracker) -> MetricsLog:
         from datastates.integrations.mlflow import MlflowLog
 
         return MlflowLog(run, experiment="ours", client=self.client)
@@ -88,7 +88,7 @@ class Mlflow(Theirs):
 class Wandb(Theirs):
     """What W&B keeps of offline runs, to be synchronised later: a file a session."""
 
-    def beside(self, run: Tracker) -> Beside:
+    def beside(self, run: Tracker) -> MetricsLog:
         from datastates.integrations.wandb import WandbLog
 
         return WandbLog(run, project="ours", mode="offline", dir=str(self.folder))
@@ -167,7 +167,7 @@ def _read(record: Any, seen: Seen) -> None:
 class Tensorboard(Theirs):
     """Files of events; what TensorBoard shows of them, which leaves out what was purged."""
 
-    def beside(self, run: Tracker) -> Beside:
+    def beside(self, run: Tracker) -> MetricsLog:
         from datastates.integrations.tensorboard import TensorboardLog
 
         return TensorboardLog(run, self.folder)

@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DATASTATES_MEMORY", "64M")
     yield tmp_path
-    kept.let_go()
+    kept.close_unused()
 
 
 def cause(error: CheckpointException) -> BaseException:

@@ -20,8 +20,8 @@ from torch import nn
 import datastates
 from datastates import Repository, State, Tracker
 from datastates.errors import InvalidInput
-from datastates.integrations import beside
-from datastates.integrations.beside import Beside, Ours
+from datastates.integrations import metrics_log
+from datastates.integrations.metrics_log import MetricsLog, TrainingFacts
 from tests.integrations.logs import KINDS, Theirs
 from tests.support import warm
 from tests.support.forge import forge
@@ -80,7 +80,7 @@ def train(run: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer, step
 
 def trained(
     repo: Repository, theirs: Theirs, steps: int, branch: str = "main", **options: Any
-) -> Beside:
+) -> MetricsLog:
     """So many steps more, with the log beside them."""
     model, optimizer = job()
     with repo.track(
@@ -299,7 +299,7 @@ def test_a_metric_that_mlflow_would_not_take_costs_no_other_one(
 # --- what holds of every log ----------------------------------------------------------------------
 
 
-class Kept(Beside):
+class Kept(MetricsLog):
     """A log in a list, which can be away."""
 
     kind = "kept"
@@ -310,13 +310,13 @@ class Kept(Beside):
         self.end: tuple[str | None, BaseException | None] | None = None
         super().__init__(tracker)
 
-    def _go_on(self, id: str, ours: Ours) -> bool:
+    def _resume(self, id: str, facts: TrainingFacts) -> bool:
         return False
 
-    def _begin(self, ours: Ours) -> str:
+    def _begin(self, facts: TrainingFacts) -> str:
         return "1"
 
-    def _tell(self, ours: Ours, parent: str | None) -> None:
+    def _describe(self, facts: TrainingFacts, parent: str | None) -> None:
         self.parent = parent
 
     def _send(self, states: Sequence[State]) -> None:
@@ -361,7 +361,7 @@ def test_a_log_that_stays_away_is_said_to_lack_what_the_lineage_has(
 def test_a_log_that_hangs_is_not_waited_for(
     repo: Repository, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(metrics_log, "PATIENCE_S", 0.1)
     go_on = threading.Event()
 
     class Hanging(Kept):

@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DATASTATES_MEMORY", "64M")
     yield tmp_path
-    saved.let_go()
+    saved.close_unused()
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -159,7 +159,7 @@ def test_each_save_is_the_next_state_of_its_branch(folder: Path) -> None:
     assert datastates.load("runs/main@best:loss")["epoch"] == 2
     assert datastates.load(f"runs/{uids[1][:8]}")["epoch"] == 1
 
-    saved.let_go()
+    saved.close_unused()
     with datastates.open("runs") as repo:
         log = repo.log("main")
         assert [state.uid for state in log] == uids[::-1]
@@ -346,7 +346,7 @@ def test_what_is_not_there_is_said_and_nothing_is_made(folder: Path) -> None:
 def test_damaged_byte_is_found(folder: Path) -> None:
     datastates.save({"w": torch.ones(4096)}, "runs/main")
     uid = datastates.save({"w": torch.full((4096,), 2.0)}, "runs/main")
-    saved.let_go()
+    saved.close_unused()
     (pack,) = Path("runs/packs").glob(f"{uid}*.safetensors")
     data = bytearray(pack.read_bytes())
     data[-100] ^= 1

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from datastates.collective import Meeting, TorchGroup
+from datastates.collective import CollectiveCall, TorchGroup
 from datastates.engine.plan import compile_plan
 from datastates.errors import NotFound
 from datastates.maintenance.loading import restore_from
@@ -106,9 +106,9 @@ def restore(
     objects = made(target, group.size)
     if is_used:
         train(objects, 11)
-    meeting, own = Meeting(group, "restore"), Redivision(was, group.rank, group.size)
+    meeting, own = CollectiveCall(group, "restore"), Redivision(was, group.rank, group.size)
     with (
-        meeting.united(),
+        meeting.synchronized(),
         open_shared(
             meeting, "u", was, partial(opened, folder, source, was, is_alone), rank=own.source
         ) as reader,

@@ -16,7 +16,7 @@ from torch import nn
 import datastates
 from datastates import Config, Repository, Tracker
 from datastates.errors import InvalidInput
-from datastates.training.script_checks import Oversights
+from datastates.training.script_checks import ScriptChecks
 from tests.state.test_sharing import Wrapping
 
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
@@ -230,7 +230,7 @@ def test_a_parameter_that_wraps_others_is_not_taken_for_another_that_does(
 ) -> None:
     had, lost = (Wrapping(torch.ones(3), requires_grad=True) for _ in range(2))
     optimizer = torch.optim.SGD([had, lost], 0.1)
-    Oversights({"optimizer": optimizer}, {"weights": {"it": had}}, lambda _: True).look()
+    ScriptChecks({"optimizer": optimizer}, {"weights": {"it": had}}, lambda _: True).look()
     assert "optimizer trains a parameter that nothing tracked has, of shape (3,)" in caplog.text
 
 

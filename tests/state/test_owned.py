@@ -17,10 +17,10 @@ from datastates.state.adapters import Adapted
 from datastates.state.encoding import decode_values, encode_values
 from datastates.state.generators import RngState
 from datastates.state.geometry import stand_in
-from datastates.state.per_rank import is_own, owned
+from datastates.state.per_rank import is_own, mark_per_rank
 from datastates.state.sampler import PermutationSampler
 from datastates.state.skeleton import decode_skeleton
-from datastates.state.tree import Owned, flatten, pack_tree, unflatten, unpack_tree
+from datastates.state.tree import PerRank, flatten, pack_tree, unflatten, unpack_tree
 from tests.engine.build import leaves_of
 
 
@@ -29,7 +29,7 @@ def test_trees_of_other_form_on_each_rank_are_one_skeleton_and_come_back() -> No
         {"seen": [1, 2], "at": torch.arange(4)},
         {"seen": [], "more": {"bytes": b"x", "order": OrderedDict(a=1)}},
     ]
-    flats = [flatten({"data": Owned(tree), "shared": 1.5}) for tree in trees]
+    flats = [flatten({"data": PerRank(tree), "shared": 1.5}) for tree in trees]
     assert flats[0].skeleton == flats[1].skeleton
     assert flats[0].tensors == []
     for flat, tree in zip(flats, trees, strict=True):
@@ -83,7 +83,7 @@ def test_bytes_that_do_not_agree_with_each_other_are_refused(change: object, mes
 
 def test_nothing_of_its_own_lies_within_what_is_its_own_or_with_other_ranks() -> None:
     with pytest.raises(Corrupt, match="holds another such thing"):
-        unpack_tree(pack_tree([Owned(1)]))
+        unpack_tree(pack_tree([PerRank(1)]))
     with pytest.raises(Unsupported, match="a lies with several ranks"):
         pack_tree({"a": stand_in(torch.ones(1), [1])})
 
@@ -111,7 +111,7 @@ def test_generators_loaders_samplers_and_what_is_named_are_each_ranks_own() -> N
         "text",
     ]
     assert not any(map(is_own, shared))
-    assert type(owned({"ema": 1, "model": 2}, ["ema"])["ema"]) is Owned
+    assert type(mark_per_rank({"ema": 1, "model": 2}, ["ema"])["ema"]) is PerRank
 
 
 def test_a_tree_of_several_ranks_has_the_model_shared_and_the_numbers_of_each_rank_its_own() -> (

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastates.collective import Meeting
+from datastates.collective import CollectiveCall
 from datastates.errors import Corrupt, InvalidInput, NotFound
 from datastates.maintenance.loading import restore_from
 from datastates.state.data_position import Redivision
@@ -81,10 +81,10 @@ class Job:
 
         def work(group: ThreadGroup) -> object:
             meeting, own = (
-                Meeting(group, f"restore state {UID}"),
+                CollectiveCall(group, f"restore state {UID}"),
                 Redivision(3, group.rank, group.size),
             )
-            with meeting.united():
+            with meeting.synchronized():
                 opened = open_shared(
                     meeting, UID, 3, lambda number: self.opened(group.rank, number), rank=own.source
                 )

@@ -60,7 +60,7 @@ def fork_by_hand(folder: str, rate: float, epochs: int, say: Say) -> None:
         ) as run:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            run.training.loops.begin_elsewhere(is_between=True)
+            run.training.loops.note_other_counter(is_between=True)
             for _ in range(epochs):
                 run.capture(
                     metrics={

@@ -18,7 +18,7 @@ from datastates.lineage.views.study_trees import study
 from datastates.ranks import MPIGroup
 from datastates.studies import Job, Plan, Variant, explore
 from datastates.studies.records import Claim, claim_name, claims_folder
-from datastates.training.collective import Together
+from datastates.training.collective import Ranks
 from tests.studies.studies import EVERY_STATE, ROWS, digits
 from tests.support.jobs import Say, need_mpi, run
 
@@ -142,11 +142,11 @@ def test_two_groups_of_a_job_share_out_the_variants(tmp_path: Path) -> None:
 
 def end_apart(say: Say) -> None:
     """Rank 1 fails while rank 0 has two exchanges before it."""
-    ranks = Together(datastates.ranks.find())
+    ranks = Ranks(datastates.ranks.find())
     error = "early"
     if ranks.rank == 0:
         say(len(ranks.group.exchange(b"in another form")))
-        with pytest.raises(DatastatesError) as found, ranks.united("go on"):
+        with pytest.raises(DatastatesError) as found, ranks.synchronized("go on"):
             pass
         error = str(found.value)
     say(ranks.ended("meet", error))

@@ -46,7 +46,7 @@ from .checkpoint_io import (
     state_at,
     version,
 )
-from .data import Data, KeptLoader
+from .data import Data, ResumableLoader
 
 
 class Fit:
@@ -272,12 +272,12 @@ def _by_name(owner: Any) -> dict[str, Any]:
 # it.
 
 
-def inexact(trainer: Any, module: Any, loaders: Sequence[KeptLoader]) -> list[str]:
+def inexact(trainer: Any, module: Any, loaders: Sequence[ResumableLoader]) -> list[str]:
     """One phrase for each such part: its name, what happens, and the remedy."""
     return [*_of_data(trainer, loaders), *_of_loop(trainer, module)]
 
 
-def _of_data(trainer: Any, loaders: Sequence[KeptLoader]) -> Iterator[str]:
+def _of_data(trainer: Any, loaders: Sequence[ResumableLoader]) -> Iterator[str]:
     for index, kept in enumerate(loaders):
         name = "the train dataloader" if len(loaders) == 1 else f"train dataloader {index}"
         loader = kept.loader
@@ -399,7 +399,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
 
     def _begin_anew(self) -> None:
         self._rng: Mapping[str, Any] | None = None
-        self._told: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] | None = None
         self._val_check: float | None = None
         self._stepped, self._since, self._epoch = 0, 0, 0
         self._loss: torch.Tensor | None = None
@@ -446,7 +446,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             )
         trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
         data = self._data = Data(
-            trainer, lambda is_catching_up: self._asked(trainer, is_catching_up)
+            trainer, lambda is_catching_up: self._on_request(trainer, is_catching_up)
         )
         process = trainer.strategy.process_dataloader
 
@@ -506,9 +506,9 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             path.split("/")[0] == "rng" for path in self._run.report.restored
         ):
             self._rng = RngState().state_dict()
-        if self._told is not None:
-            self._data.load_state_dict(self._told["data"])
-            self._rng = self._told["rng"]
+        if self._loaded is not None:
+            self._data.load_state_dict(self._loaded["data"])
+            self._rng = self._loaded["rng"]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Put back what Lightning clears before it trains, and warn about what cannot be exact."""
@@ -560,7 +560,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
 
     # --- states -----------------------------------------------------------------------------------
 
-    def _asked(self, trainer: Any, is_catching_up: bool) -> None:
+    def _on_request(self, trainer: Any, is_catching_up: bool) -> None:
         """Called when Lightning asks for a batch: the step before it is over."""
         if self._run is None:
             return
@@ -629,7 +629,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         """Have the fit that begins continue with the random numbers and the data of a
         checkpoint."""
         if self._data is not None:  # no fit begins where Lightning validates, tests or predicts
-            self._told = state_dict
+            self._loaded = state_dict
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ _PASSED_ON = frozenset({"worker_init_fn", "_iterator"})
 """The attributes that Lightning sets on a loader."""
 
 
-class KeptLoader:
+class ResumableLoader:
     """A loader that Lightning iterates over; the loader inside answers all other requests."""
 
     def __init__(self, loader: Any, data: Data, place: Mapping[str, Any] | None) -> None:
@@ -90,7 +90,7 @@ class KeptLoader:
         return {**place, "loader": self.loader.state_dict()} if self._is_stateful else place
 
     def _batches(self) -> Iterator[Any]:
-        self._data.asked(self)
+        self._data.batch_requested(self)
         iterator = self._begin()
         while True:
             if self._is_ahead:
@@ -100,7 +100,7 @@ class KeptLoader:
             except StopIteration:
                 return
             yield batch
-            self._data.asked(self)
+            self._data.batch_requested(self)
 
     def _begin(self) -> Iterator[Any]:
         place, self._place = self._place, None
@@ -110,7 +110,7 @@ class KeptLoader:
             self._drop_rest(place or {})
             turn.recall({} if place is None else place.get("begin", {}))
             return turn.begin(None)
-        iterator = turn.go_on(place, None)
+        iterator = turn.resume_at(place, None)
         if "before" in place:
             RngState().load_state_dict(place["before"])
         return iter(()) if iterator is None else iterator
@@ -137,34 +137,34 @@ class KeptLoader:
 class Data:
     """The loaders of a fit, as one object with a state.
 
-    ``asked`` is called before each batch that Lightning asks for."""
+    ``batch_requested`` is called before each batch that Lightning asks for."""
 
     is_optional = True  # a state that another loop captured does not have it
 
-    def __init__(self, trainer: Any, on_ask: Callable[[bool], None]) -> None:
-        self.trainer, self._on_ask = trainer, on_ask
+    def __init__(self, trainer: Any, on_request: Callable[[bool], None]) -> None:
+        self.trainer, self._on_request = trainer, on_request
         self._waiting: list[Mapping[str, Any]] = []
         self.is_between = False
 
     @property
-    def loaders(self) -> list[KeptLoader]:
+    def loaders(self) -> list[ResumableLoader]:
         """The loaders that the Trainer has now."""
         return [
             each
             for each in pytree.tree_leaves(self.trainer.train_dataloader)
-            if isinstance(each, KeptLoader)
+            if isinstance(each, ResumableLoader)
         ]
 
-    def keep(self, loader: object) -> KeptLoader:
+    def keep(self, loader: object) -> ResumableLoader:
         """The loader, wrapped; it takes the next of the restored places."""
-        return KeptLoader(loader, self, self._waiting.pop(0) if self._waiting else None)
+        return ResumableLoader(loader, self, self._waiting.pop(0) if self._waiting else None)
 
-    def asked(self, loader: KeptLoader) -> None:
+    def batch_requested(self, loader: ResumableLoader) -> None:
         """Called when Lightning asks a loader for a batch: when the first of several is asked, a
         step is over."""
         loaders = self.loaders
         if loaders and loaders[0] is loader:
-            self._on_ask(loader.is_catching_up)
+            self._on_request(loader.is_catching_up)
 
     def state_dict(self) -> dict[str, object]:
         """Plain values."""

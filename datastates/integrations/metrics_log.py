@@ -37,7 +37,7 @@ PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
+class TrainingFacts:
     """What the log's run is told of a training.
 
     ``start`` is the state from which it set out; ``is_resumed``: on this very branch."""
@@ -51,7 +51,7 @@ class Ours:
     is_resumed: bool
 
     @classmethod
-    def of(cls, tracker: Tracker) -> Ours:
+    def of(cls, tracker: Tracker) -> TrainingFacts:
         """What there is to tell of this training."""
         training = tracker.training
         run, start = training.run, tracker.resumed_from
@@ -75,7 +75,7 @@ class Ours:
         return found if self.start is None else {**found, "datastates.start": self.start.uid}
 
 
-class Beside(ABC):
+class MetricsLog(ABC):
     """A run of another log beside one training; each log is a subclass. ``id`` is the log's own
     name for the run.
 
@@ -89,31 +89,31 @@ class Beside(ABC):
     def __init__(self, tracker: Tracker, own: str | None = None) -> None:
         if not isinstance(tracker, Tracker):
             raise InvalidInput(f"tracker is {values.shown(tracker)}: give what repo.track returned")
-        ours = Ours.of(tracker)
+        facts = TrainingFacts.of(tracker)
         key = f"{self.kind}.run"
-        before = None if ours.start is None else ours.start.attributes.get(key)
+        before = None if facts.start is None else facts.start.attributes.get(key)
         known = None if before is None else str(before)
         self._is_own = own is not None
         if own is not None:
             self.id = own
-            self._tell(ours, None if ours.is_resumed else known)
-        elif known is not None and ours.is_resumed and self._go_on(known, ours):
+            self._describe(facts, None if facts.is_resumed else known)
+        elif known is not None and facts.is_resumed and self._resume(known, facts):
             self.id = known
-            self._tell(ours, None)
+            self._describe(facts, None)
         else:
-            if known is not None and ours.is_resumed:
+            if known is not None and facts.is_resumed:
                 _logger.warning(
                     "branch %s: %s has no run %s any more, which it went on in: it gets a new one",
-                    ours.branch,
+                    facts.branch,
                     self.kind,
                     known,
                 )
-            self.id = self._begin(ours)
-            self._tell(ours, known)
+            self.id = self._begin(facts)
+            self._describe(facts, known)
         tracker.attributes[key] = self.id
         self._queue: queue.SimpleQueue[State | None] = queue.SimpleQueue()
-        self._head, self._untold, self._has_failed = (
-            None if ours.start is None else ours.start.uid,
+        self._head, self._unsent, self._has_failed = (
+            None if facts.start is None else facts.start.uid,
             0,
             False,
         )
@@ -126,15 +126,15 @@ class Beside(ABC):
     # --- what a log does --------------------------------------------------------------------------
 
     @abstractmethod
-    def _go_on(self, id: str, ours: Ours) -> bool:
+    def _resume(self, id: str, facts: TrainingFacts) -> bool:
         """Open the run again; False if it does not exist."""
 
     @abstractmethod
-    def _begin(self, ours: Ours) -> str:
+    def _begin(self, facts: TrainingFacts) -> str:
         """Begin a run; returns the log's name for it."""
 
     @abstractmethod
-    def _tell(self, ours: Ours, parent: str | None) -> None:
+    def _describe(self, facts: TrainingFacts, parent: str | None) -> None:
         """Note our training in the run, and the run of the log from which it was forked."""
 
     @abstractmethod
@@ -160,11 +160,11 @@ class Beside(ABC):
                 PATIENCE_S,
             )
             return
-        if self._untold:
+        if self._unsent:
             _logger.warning(
                 "%s did not take the metrics of %d states; they are in the lineage",
                 self.kind,
-                self._untold,
+                self._unsent,
             )
         self._end(self._head, error)
 
@@ -177,7 +177,7 @@ class Beside(ABC):
                 taken.append(self._queue.get())
             is_over = taken[-1] is None
             waiting = self._sent([*waiting, *(state for state in taken if state is not None)])
-        self._untold += len(waiting)
+        self._unsent += len(waiting)
 
     def _sent(self, states: list[State]) -> list[State]:
         """Send the states; returns those that have to be tried again."""
@@ -194,7 +194,7 @@ class Beside(ABC):
                     exc_info=True,
                 )
             self._has_failed = True
-            self._untold += max(0, len(states) - _MOST)
+            self._unsent += max(0, len(states) - _MOST)
             return states[-_MOST:]
         self._has_failed = False
         return []
