@@ -72,7 +72,7 @@ class Notes:
         """Write a note about a state or a branch, in Markdown.
 
         :param text: at most 16,384 characters.
-        :param state: a revision; the note stays with that state, wherever a branch moves.
+        :param state: a revision. The note stays with that state when a branch moves.
         :param branch: a branch; its notes are kept under its name.
         :param author: who wrote it; None: the user that this process runs as.
         :raises NotFound: there is no such state, or no such branch.
@@ -108,7 +108,7 @@ class Notes:
             return refs.edit(session, uid, text, seen=seen)
 
     def delete(self, note: Note | str) -> Note:
-        """Delete a note for good; returns the note. A note that is named by its uid is deleted
+        """Delete a note permanently; returns the note. A note that is named by its uid is deleted
         whatever it reads.
 
         :raises NotFound: there is no such note.
@@ -183,8 +183,8 @@ class Facade:
 
     @values.checked
     def compare(self, revs: Sequence[Revision]) -> Comparison:
-        """Several states side by side: configuration, metrics, attributes and code, differences
-        first; and where each can be restored.
+        """Several states in columns: configuration, metrics, attributes and code, with differences
+        first, and where each state can be restored.
 
         No payload is read, so states whose bytes are gone can be compared as well.
 
@@ -208,12 +208,12 @@ class Facade:
         stat: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Diff:
-        """What changed between two states: each tensor's norms, distance, cosine, largest change,
-        changed fraction; metrics, config, code.
+        """The changes between two states in tensors, metrics, configuration and code. Each tensor
+        has its norms, distance, cosine, largest change and changed fraction.
 
         It needs memory for a few tensors only, and does not read what both states hold in the same
         chunks. If the bytes of one of them are gone, everything but the tensors is compared, and
-        ``lacking`` says why and which state can be restored instead.
+        ``lacking`` has the reason and a state that can be restored instead.
 
             for change in repo.diff("main~3", "main").tensors:
                 print(change.path, change.relative)
@@ -241,12 +241,12 @@ class Facade:
         """For each tensor, in the order of the tree, the state that last changed any bit of it,
         along first parents.
 
-        It reads manifests. Of the payload it reads only changed chunks that several tensors share.
+        It reads manifests, and the changed chunks that several tensors share.
 
             for found in repo.blame("main", only="model"):
                 print(found.path, found.state.step, found.change)
 
-        :param rev: the state whose tensors are asked about.
+        :param rev: the state that has the tensors.
         :param only: which tensors, as in ``load``.
         :param size: also compute by how much each tensor changed there, which reads both versions
             of it.
@@ -287,8 +287,8 @@ class Facade:
             go on. Use one file for each question.
         :param on_progress: called with the number of states tried so far, and the most that will be
             tried.
-        :raises InvalidInput: ``bad`` does not descend from ``good``, or the predicate does not tell
-            the two apart.
+        :raises InvalidInput: ``bad`` does not descend from ``good``, or the predicate gives the
+            same result for both.
         """
         from datastates.compare.blame import bisect
 
@@ -312,8 +312,8 @@ class Facade:
         tag: str | None = None,
         message: Message | None = None,
     ) -> State:
-        """Make a state whose floating-point tensors are combined from those of ``revs``, and whose
-        parents they are.
+        """Make a state whose parents are ``revs``, and whose floating-point tensors are combined
+        from theirs.
 
             soup = repo.merge(["main~2", "main"], method="mean", into="soup")
 
@@ -408,8 +408,8 @@ class Facade:
             return States(walk.log(session, uid, limit=limit))
 
     def stats(self) -> RepositoryStats:
-        """How much there is, by status, name and tier; what this process has captured, copied and
-        written so far; and how long each stage of that took.
+        """The number of states by status, name and tier. Also what this process has captured,
+        copied and written so far, and how long each stage took.
 
             stats = repo.stats()
             print(stats, stats.activity.bytes_written, stats.activity.timing("capture").mean_s)
@@ -417,8 +417,8 @@ class Facade:
         return stats(self.core)
 
     def instrument(self, meter: Meter | None = None) -> None:
-        """Let OpenTelemetry read what ``stats`` says of this process whenever it collects:
-        counters, and the time of each stage.
+        """Let OpenTelemetry read the ``stats`` of this process whenever it collects: counters, and
+        the time of each stage.
 
         :param meter: the meter that makes the instruments; None: the one of the global provider
             called ``datastates``.
@@ -540,7 +540,7 @@ class Facade:
 
     @values.checked
     def tag(self, name: str, rev: Revision | None, *, message: Message | None = None) -> Ref:
-        """Name a state for good, which makes it durable. A tag that names it already stays as it
+        """Name a state permanently, which makes it durable. A tag that names it already stays as it
         is, so that a script may be started again.
 
             repo.tag("baseline", "main", message="before the learning rate was changed")
@@ -708,7 +708,7 @@ class Facade:
                 print(damage.state, damage.tensors, damage.problem)
 
         :param rev: the state; None: all of them.
-        :param since: go on after this uid, the ``mark`` of an earlier report.
+        :param since: resume after this uid, the ``mark`` of an earlier report.
         :param limit_s: stop after this many seconds; the report then has a ``mark``.
         :param on_progress: called with the bytes read so far, and their total.
         :raises Corrupt: a byte of the state ``rev`` is wrong; names the first.
@@ -734,15 +734,15 @@ class Facade:
         unknown: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> GcReport:
-        """Make room on disk: delete what crashes left, files of evicted states and packs that no
-        state needs; rewrite packs most of whose bytes no state needs. Captures, restores and clones
-        go on meanwhile, in any process. If it is interrupted, the next call finishes.
+        """Free space on disk. Delete what crashes left, files of evicted states, and packs that no
+        state needs. Rewrite packs most of whose bytes no state needs. Captures, restores and clones
+        continue meanwhile, in any process. If it is interrupted, the next call finishes.
 
             print(repo.gc(dry_run=True).bytes_freed)
 
         :param dry_run: only report what would be done.
-        :param unknown: also delete states that neither the lineage nor its backup knows, because
-            their process died before it recorded them; ``reindex`` adds them to the lineage
+        :param unknown: also delete states that are neither in the lineage nor in its backup,
+            because their process died before it recorded them. ``reindex`` adds them to the lineage
             instead.
         :param on_progress: called with the bytes of packs freed so far, and the total to be freed.
         :raises Conflict: another process collects in this folder; with ``unknown``, also if another
@@ -766,12 +766,12 @@ class Facade:
             report = repo.prune("latest:5 best:3:loss", dry_run=True)
             print(report, report.bytes_freed)
 
-        Whatever the policy says, these keep their bytes: states that refs name, the newest durable
-        state of each branch, states where branches forked, the best by a metric that a training was
-        told to keep, and what another process has in memory.
+        Under any policy these keep their bytes: states that refs name, the newest durable state of
+        each branch, states where branches forked, the best by a metric of ``keep_best``, and states
+        in the memory of another process.
 
-        :param policy: a ``Retention`` or its text; None: what the training of each branch asked
-            for, and what is configured for the others.
+        :param policy: a ``Retention`` or its text; None: the policy that the training of each
+            branch was given, else the configured one.
         :param dry_run: only report what would be dropped.
         :param on_progress: called with the number of states that were read so far, and about how
             many there are; then with the number of states that were dropped so far, and how many
@@ -800,7 +800,7 @@ class Facade:
     ) -> RepairReport:
         """Check everything as ``verify`` does, and bring back what is damaged from another place
         that has it: this process's memory, a further tier, ``source``, or a peer. For each state
-        that stays damaged the report says why, and the nearest ancestor to restore.
+        that stays damaged the report has the reason, and the nearest ancestor to restore.
 
             print(repo.repair().hurt)
 

@@ -63,7 +63,7 @@ def open(
         the one in ``config``.
     :param config: all other settings. None takes the defaults, as changed by the environment.
     :raises Unavailable: the database does not answer.
-    :raises NotFound: the packs are there, but the lineage beside them is gone.
+    :raises NotFound: the packs are there, but their lineage is gone.
     :raises InvalidInput: the url has another form, or the folder holds something else.
     """
     config = Config.from_environment() if config is None else config
@@ -364,7 +364,7 @@ class Repository(Facade):
         pictures: Callable[[int], object] | None = None,
     ) -> Server:
         """Let other processes browse this lineage and clone its states, from memory where possible,
-        while training goes on.
+        during the training.
 
             with repo.serve("tcp://127.0.0.1:0") as server:
                 print(server.url)

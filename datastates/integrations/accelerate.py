@@ -10,8 +10,8 @@
                     loss = train_step(batch)
                 run.capture(metrics={"loss": loss})
 
-Names, and the bytes under them, are those of a training without Accelerate: a state of either goes
-on in the other.
+A state has the same names and bytes as one of a training without Accelerate. Each of the two can
+resume the other's states.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def track(
     updates that ``accelerator.accumulate`` completes.
 
     Several processes under DistributedDataParallel capture each state together; ``track`` is then
-    collective. Within an accumulation each process has gradients of its own, which no state has:
+    collective. Within an accumulation each process has separate gradients, which no state has:
     capture where ``accelerator.sync_gradients`` is true.
 
     :param accelerator: the accelerator, after its ``prepare`` and ``register_for_checkpointing``.

@@ -5,12 +5,12 @@
     dcp.load(state, storage_reader=Reader(repo, "main~2"))
 
 A state holds what the plan of the save names, under the names of the state dict: nested as it was,
-tensors as tensors, everything else as plain values. Nothing is pickled on the way in. On the way
-out, DCP takes values as pickles; these are pickles of values that were decoded here, and never
-bytes of the repository.
+tensors as tensors, everything else as plain values. A save pickles nothing. For a load, DCP takes
+values as pickles. These are made from values that were decoded here, and are never bytes of the
+repository.
 
-One process saves at a time; states that several ranks save together are refused. Any number of
-processes may load, each what its own plan asks for.
+One process saves at a time. A save by several ranks is refused. Any number of processes may load,
+each according to its own plan.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ _made: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
 class Stateful:
-    """Objects that ``dcp.save`` and ``dcp.load`` take as one, instead of your own class with
-    ``get_state_dict`` and the like.
+    """Objects that ``dcp.save`` and ``dcp.load`` take as one. They replace a class that calls
+    ``get_state_dict``.
 
         from datastates.integrations.dcp import Reader, Stateful, Writer
 
@@ -118,7 +118,7 @@ class Stateful:
 
     Parameters of optimizers are keyed by their names, and the global random number generators are
     saved too, unless ``rng=False``. Loading by ``Reader`` makes the state of an optimizer that has
-    not stepped yet, and changes nothing unless everything fits. ``report`` says what was restored.
+    not stepped yet, and changes nothing unless everything fits. ``report`` lists what was restored.
     Torch's own readers load tensor by tensor into what is there already, and refuse an optimizer
     that has not stepped.
 
@@ -178,8 +178,8 @@ STREAMS = "dcp.streams"
 
 
 class _Place:
-    """Where a reader or a writer works: an open repository or an address, and a branch or a
-    revision there."""
+    """The repository of a reader or a writer, open or as a folder, and a branch or a revision in
+    it."""
 
     def __init__(self, repo: Repository | str | os.PathLike[str] | None, name: str | State) -> None:
         self._core: Core | None = None
@@ -380,8 +380,8 @@ class Reader(StorageReader):
         found = {"model": model.state_dict()}
         dcp.load(found, storage_reader=Reader(repo, "main~2"))
 
-    Everything that is asked for is read and checked before the first tensor is written to: a
-    damaged state changes nothing. A ``checkpoint_id`` selects another revision; one that begins
+    Everything that the plan requests is read and checked before the first write. A damaged state
+    therefore changes nothing. A ``checkpoint_id`` selects another revision; one that begins
     with ``datastates://`` names the repository too. ``state`` is the last one read.
 
     :param repo: a repository that is open, or its folder, or an address such as
@@ -399,7 +399,7 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The revision that was asked for instead of the first one."""
+        """The revision that ``checkpoint_id`` selected, if any."""
         return None if self._revision is None else str(self._revision)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -438,11 +438,11 @@ class Reader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged: each rank reads what its own asks for."""
+        """The plans, unchanged: each rank reads according to its own."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and check everything that the plan asks for, then hand it over."""
+        """Read and check everything in the plan, then give it to the planner."""
         if self.state is None:
             self.read_metadata()
         state = self.state
@@ -624,7 +624,7 @@ def _is_under(path: str, wanted: set[str]) -> bool:
 
 
 def _whole(planner: LoadPlanner) -> dict[str, Tree]:
-    """The parts that a ``Stateful`` loads by itself, by their names in the state dict."""
+    """The parts that a ``Stateful`` loads as a whole, by their names in the state dict."""
     given = getattr(planner, "original_state_dict", None)
     return (
         {name: part for name, part in given.items() if isinstance(part, Tree)}

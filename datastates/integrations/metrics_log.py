@@ -1,14 +1,13 @@
-"""A run in another log beside one of our trainings: what MLflow, W&B and TensorBoard have in
-common.
+"""The common part of MLflow, W&B and TensorBoard: a run in another log for one of our trainings.
 
-Each state of the training names the log's run (the attribute ``mlflow.run``, ``wandb.run``,
-``tensorboard.run``), and that run names our repository, branch and training. So a resumed training
-finds the run that it had, and a fork finds its parent's run. Metrics that are given to
-``Tracker.capture`` go to the log once their state is recorded, on a thread of their own, because
-the log may be at the other end of a network.
+Each state of the training has the id of the log's run in an attribute (``mlflow.run``,
+``wandb.run``, ``tensorboard.run``). The log's run has our repository, branch and training. A
+resumed training therefore continues its run, and a fork finds its parent's run. The metrics of a
+capture are sent once its state is recorded. A separate thread sends them, because the log may be a
+remote server.
 
-    recorded -> queue -> datastates-mlflow: ``_send``, several points at once; what fails is tried
-    again with the next
+    recorded -> queue -> datastates-mlflow: ``_send``, several points at once; points that fail are
+    sent again with the next
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ PATIENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TrainingFacts:
-    """What the log's run is told of a training.
-
-    ``start`` is the state from which it set out; ``is_resumed``: on this very branch."""
+    """The facts about a training that the log's run records. ``start`` is the state from which the
+    training started. ``is_resumed``: it is a state of the same branch."""
 
     repository: str
     branch: str
@@ -52,7 +50,7 @@ class TrainingFacts:
 
     @classmethod
     def of(cls, tracker: Tracker) -> TrainingFacts:
-        """What there is to tell of this training."""
+        """The facts about a training."""
         training = tracker.training
         run, start = training.run, tracker.resumed_from
         return cls(
@@ -76,11 +74,11 @@ class TrainingFacts:
 
 
 class MetricsLog(ABC):
-    """A run of another log beside one training; each log is a subclass. ``id`` is the log's own
-    name for the run.
+    """A run of another log for one training. Each log is a subclass. ``id`` is the log's own name
+    for the run.
 
-    ``kind`` names the log in attributes and threads. The training's end also ends the run, unless
-    the run is the caller's own.
+    ``kind`` is the log's name in attributes and threads. The end of the training also ends the run,
+    unless the caller made the run.
     """
 
     kind: ClassVar[str]
@@ -139,9 +137,8 @@ class MetricsLog(ABC):
 
     @abstractmethod
     def _send(self, states: Sequence[State]) -> None:
-        """Log the metrics of these states at their steps.
-
-        Runs on a thread of its own, and raises if it fails."""
+        """Log the metrics of these states at their steps. Runs on the log's thread, and raises if
+        it fails."""
 
     @abstractmethod
     def _end(self, head: str | None, error: BaseException | None) -> None:
@@ -186,7 +183,7 @@ class MetricsLog(ABC):
         self._head = states[-1].uid
         try:
             self._send([state for state in states if state.metrics])
-        except Exception:  # whatever the log's client raises: the training and its captures go on
+        except Exception:  # the log's client may raise anything, and the training continues
             if not self._has_failed:
                 _logger.warning(
                     "%s does not take metrics for now; they are sent again with the next",

@@ -1,6 +1,6 @@
-"""A run of MLflow beside a training.
+"""A run of MLflow for a training.
 
-The metrics of every captured state go there too:
+The metrics of every captured state are logged there too:
 
     with repo.track(model=model, optimizer=optimizer) as run:
         MlflowLog(run, experiment="gpt")
@@ -46,18 +46,18 @@ _ODD = re.compile(r"[^\w\-. /:]")
 
 
 class MlflowLog(MetricsLog):
-    """A run of MLflow beside one training; ``id`` is its run id.
+    """A run of MLflow for one training. ``id`` is its run id.
 
-    A resumed training continues in the run that it had. A fork has a run of its own, whose parent
-    is the run of the branch that it left. The run has the configuration as params, and our
-    repository, branch, training and newest state as tags. It ends with the training.
+    A resumed training continues its run. A fork gets a new run, whose parent is the run of the
+    branch that it forked from. The run has the configuration as params. Its tags are our
+    repository, branch, training and newest state. It ends with the training.
 
     :param tracker: the training.
-    :param experiment: the name of the experiment, which is made if it does not exist; None: the
-        experiment that MLflow is set to.
-    :param into: the id of a run of yours to log to, such as ``mlflow.active_run().info.run_id``;
-        you end it.
-    :param client: the client of the server that has the runs; None: that of MLflow's tracking URI.
+    :param experiment: the name of the experiment, which is made if it does not exist. None takes
+        MLflow's current experiment.
+    :param into: the id of your own run to log to, such as ``mlflow.active_run().info.run_id``. You
+        end it.
+    :param client: the client of the server that has the runs. None takes MLflow's tracking URI.
     """
 
     kind = "mlflow"

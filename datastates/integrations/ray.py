@@ -13,9 +13,9 @@ of a few lines:
     datastates.json      {"repository": …, "state": uid, "branch": …, "owner": the branch's owner}
     datastates.1.json    the same for the worker of rank 1
 
-A trial that is restarted goes on from the state that its newest checkpoint names. A trial that
-takes over another's checkpoint, as population based training does, goes on in a new branch that
-forks from the other's state.
+A restarted trial resumes at the state that its newest checkpoint names. In population based
+training a trial takes over another's checkpoint. It then continues on a new branch, which forks
+from the other's state.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def track(
     """Track the training that Ray runs here, from the state that Ray's checkpoint names, if there
     is one.
 
-    Without a checkpoint, a branch that exists goes on from its newest state, as in
+    Without a checkpoint, a branch that exists is resumed at its newest state, as in
     ``Repository.track``.
 
     :param repository: a folder that all workers share, or the URL of a database that all reach, or
@@ -142,7 +142,7 @@ def _tracked(repo: Repository, worker: _Worker, branch: str, options: Mapping[st
     start = None
     if found is not None:
         branch, start = _onwards(repo, worker, branch, found)
-    # each worker has a branch of its own
+    # each worker has a separate branch
     run = repo.track(branch=branch, start=start, **{"group": SoloGroup(), **options})
     run.attributes[_TRIAL] = worker.owner
     return run
@@ -151,8 +151,8 @@ def _tracked(repo: Repository, worker: _Worker, branch: str, options: Mapping[st
 def _onwards(
     repo: Repository, worker: _Worker, branch: str, found: Named
 ) -> tuple[str, str | None]:
-    """The branch on which a worker goes on from a checkpoint, and the state from which a new
-    branch forks."""
+    """The branch on which a worker resumes from a checkpoint, and the state from which a new branch
+    forks."""
     try:
         state = repo.state(found.state)
     except NotFound as exc:
@@ -185,7 +185,7 @@ def report(
     that names it.
 
     :param run: what ``track`` returned.
-    :param metrics: what Ray's ``report`` takes; the state has those of them that are numbers.
+    :param metrics: the metrics for Ray's ``report``. The state has the ones that are numbers.
     :param capture: a capture that was already made, to name instead.
     :param options: what else Ray's ``report`` takes.
     """

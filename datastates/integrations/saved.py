@@ -46,16 +46,15 @@ class Address:
 
 
 def is_address(value: object) -> bool:
-    """Whether a value can only be meant as an address: a text or a path that begins with
-    ``datastates://``."""
+    """Whether a value is a text or a path that begins with ``datastates://``."""
     return isinstance(value, str | os.PathLike) and os.fsdecode(value).startswith(SCHEME)
 
 
 def address_of(value: object, what: str = "the address") -> Address:
     """The address that a text or a path means, with or without ``datastates://``.
 
-    The folder ends where a repository lies; if there is none yet, it ends before the last slash.
-    The folder of a repository by itself means its branch ``main``.
+    The folder is the first part of the path that has a repository. If there is none yet, it ends
+    before the last slash. A path that is a repository means its branch ``main``.
 
     :raises InvalidInput: the value is not an address.
     """
@@ -211,7 +210,7 @@ def save(
         uid = datastates.save({"model": model.state_dict(), "epoch": 3}, "runs/main")
 
     The object is of the kind that ``torch.save`` usually gets: containers, tensors, arrays,
-    numbers, texts. Nothing is pickled. The repository is opened (and made if it does not exist),
+    numbers, texts. It is not pickled. The repository is opened (and made if it does not exist),
     and closed some seconds after the last call.
 
     :param obj: the object; pass a module, an optimizer or the like as its ``state_dict()``.
@@ -258,10 +257,9 @@ def load(
         datastates.save({"model": model.state_dict()}, "saved/main")
         model.load_state_dict(datastates.load("saved/main")["model"])
 
-    Nothing is unpickled, whatever the repository holds. Containers have the types that they had.
-    Tensors are plain ones that require no gradient, on the CPU unless ``map_location`` says
-    otherwise, with the dtype and the strides that they had; two names that shared one memory are
-    one tensor again.
+    Data of the repository is never unpickled. Containers have their original types. Tensors are
+    plain, require no gradient, and have their original dtype and strides. They are on the CPU,
+    unless ``map_location`` is given. Two names that shared one memory are one tensor again.
 
     :raises NotFound: there is no such repository, or no such revision in it.
     :raises Corrupt: a stored byte is wrong; names the tensor or value that it belongs to, and the
@@ -310,7 +308,7 @@ def _at(where: object, repo: object, *, must_exist: bool = False) -> Iterator[tu
 
 
 def _refuse_live(obj: object) -> None:
-    """Refuse an object that has a state of its own: it would be refused later, with advice that
+    """Refuse an object that has a ``state_dict``. ``track`` would refuse it too, with advice that
     does not fit here."""
     for path, found in (
         parts({"": obj}) if isinstance(obj, dict | list | tuple | deque) else [("the object", obj)]

@@ -1,6 +1,6 @@
-"""A folder of events for TensorBoard beside a training.
+"""A folder of TensorBoard events for a training.
 
-The metrics of every captured state go there too:
+The metrics of every captured state are logged there too:
 
     with repo.track(model=model, optimizer=optimizer) as run:
         log = TensorboardLog(run, "events")
@@ -33,17 +33,16 @@ __all__ = ["TensorboardLog"]
 
 
 class TensorboardLog(MetricsLog):
-    """A folder of events beside one training, named as its branch; ``id`` is its name in
-    ``folder``, and ``writer`` takes what else you log.
+    """A folder of events for one training, named as its branch. ``id`` is its name in ``folder``.
+    ``writer`` logs anything else that you want.
 
-    A resumed training continues in the folder that it had; the new points of steps that it repeats
-    replace the old ones. A fork has a folder of its own. The text ``datastates`` names our
-    repository, branch and training, the configuration, and the run from which it was forked.
-    Writing to it ends with the training.
+    A resumed training continues in its folder. New points of steps that it repeats replace the old
+    ones. A fork gets a new folder. The text ``datastates`` has our repository, branch and training,
+    the configuration, and the run from which it was forked. Writing to it ends with the training.
 
     :param tracker: the training.
     :param folder: the folder that TensorBoard reads (``--logdir``).
-    :param into: a ``SummaryWriter`` of yours, instead of ``folder``; you close it.
+    :param into: your own ``SummaryWriter``, instead of ``folder``. You close it.
     """
 
     kind = "tensorboard"

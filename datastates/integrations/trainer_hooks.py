@@ -1,9 +1,9 @@
-"""Hooks at the places of one Trainer's loop where no callback is asked; and the search for the
-Trainer that a callback belongs to.
+"""Hooks in one Trainer's loop where transformers calls no callback, and the search for the Trainer
+that a callback belongs to.
 
-A callback cannot say where a Trainer begins: the loop counts epochs and batches in local variables,
+A callback cannot set where a Trainer begins: the loop counts epochs and batches in local variables,
 which it reads from a checkpoint's folder. ``Hooks`` therefore override methods of the one Trainer
-that has the callback, as a subclass would; its class stays as it is.
+that has the callback, as a subclass would. They do not change its class.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class TrainerLoop:
 
     ``epoch`` is the epoch that runs, or ran last. ``turn`` is its pass over the data, or None
     between two epochs; ``left`` is then what the last pass leaves for the next. ``before`` holds
-    how many batches were used before those of the newest step, and the random numbers then.
-    ``best`` is the uid of the best state. ``load_state_dict`` does not put ``TrainerState`` back:
-    the Trainer itself reads it, from ``trainer_state``.
+    how many batches were used before the newest step, and the random numbers then. ``best`` is the
+    uid of the best state. ``load_state_dict`` does not restore ``TrainerState``: the Trainer itself
+    reads it, from ``trainer_state``.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -114,8 +114,8 @@ class TrainerLoop:
 
 
 class _History:
-    """The log as lines of JSON in one tensor. Lines that are there are not written again, and the
-    room doubles, so that the layout stays.
+    """The log as lines of JSON in one tensor. Existing lines are not written again, and the
+    capacity doubles, so that the layout stays.
     """
 
     def __init__(self) -> None:
@@ -213,10 +213,6 @@ def _plain(value: Any) -> object:
     return value.item() if callable(getattr(value, "item", None)) else str(value)
 
 
-# Hooks at the places of one Trainer's loop where no callback is asked; and the search for the
-# Trainer that a callback belongs to.
-
-
 _logger = logging.getLogger(__name__)
 
 _HOOKED = (
@@ -233,12 +229,12 @@ _FILE = "trainer_state.json"
 
 
 class Hooks:
-    """Hooks over the methods of ``trainer``; each method still does its work, and nothing else
-    while the Trainer does not have the callback. Everything belongs to the training thread.
+    """Hooks over the methods of ``trainer``. Each method still does its work, and only that while
+    the Trainer does not have the callback. Everything belongs to the training thread.
 
     ``trainer_state`` is where the Trainer should begin, in the form of its own file; None if it
     begins from nothing. ``rng`` holds the random numbers of the restored state until the loop has
-    reached the place where it was captured. ``folder`` stands for that state.
+    reached the place where it was captured. ``folder`` is the checkpoint's folder in its place.
     """
 
     def __init__(self, trainer: Any, callback: DatastatesCallback) -> None:
@@ -271,7 +267,7 @@ class Hooks:
     def train(
         self, own: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any
     ) -> Any:
-        """Begin where the branch stands, or where ``resume_from_checkpoint`` says."""
+        """Begin at the head of the branch, or at ``resume_from_checkpoint``."""
         folder = self.callback.prepare_start(
             resume_from_checkpoint, trial=args[0] if args else options.get("trial")
         )
@@ -375,8 +371,8 @@ class Hooks:
         return int(args.seed if args.data_seed is None else args.data_seed)
 
     def end_epoch(self, control: Any) -> None:
-        """Called when an epoch is over: a state from here on goes on with the next one, unless
-        the training was stopped within it."""
+        """Called when an epoch is over. Later states resume with the next epoch, unless the
+        training was stopped within this one."""
         loop = self.callback.loop
         self._is_after_epoch = True
         is_stopped = control.should_training_stop and not control.should_epoch_stop
@@ -409,8 +405,8 @@ class Hooks:
         return found
 
     def _read_again(self, loader: Any, stored: dict[str, Any]) -> Iterator[Any]:
-        """The rest of the epoch's batches, as they would have been: the earlier ones are read once
-        more, with their random numbers.
+        """The remaining batches of the epoch, the same as without a stop: the earlier batches are
+        read again, with their random numbers.
 
         Accelerate's loaders read one batch ahead when they hand out the last one: after the random
         numbers of the steps before it.

@@ -1,10 +1,10 @@
-"""A Trainer of transformers or TRL with a lineage: one callback captures its steps, and begins
-again where the branch stands.
+"""A Trainer of transformers or TRL with a lineage: one callback captures its steps, and resumes at
+the head of the branch.
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[DatastatesCallback("runs")])
     trainer.train()
 
-The same script, started again, goes on where it stopped, bit for bit.
+The same script, started again, resumes where it stopped, bit for bit.
 """
 
 from __future__ import annotations
@@ -67,10 +67,6 @@ def _recordable(name: str, value: object) -> object:
     return value
 
 
-# A Trainer of transformers or TRL with a lineage: one callback captures its steps, and begins
-# again where the branch stands.
-
-
 try:
     from accelerate.utils import DistributedType
     from transformers import Trainer, TrainerCallback, set_seed
@@ -96,14 +92,14 @@ _OPTIONS = frozenset(signature(Repository.track).parameters) - {
 }
 
 
-# mypy is told to skip transformers
+# mypy skips transformers
 class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
-    """Captures each step of the Trainer that it is given to; ``train()`` then begins where
-    ``branch`` stands.
+    """Captures each step of the Trainer that it is given to. ``train()`` then begins at the head of
+    ``branch``.
 
-    Everything on which the next step depends is captured: model, optimizer, schedule, scaler,
-    random numbers, the order of the data and the place in it, the Trainer's own state with its log
-    and best metric, and the state of callbacks such as early stopping. A state is complete: it
+    A state has everything on which the next step depends: model, optimizer, schedule, scaler,
+    random numbers, and the order of the data with the place in it. It also has the Trainer's own
+    state with its log and best metric, and the state of callbacks such as early stopping. It
     includes the evaluation and the log of its step.
     ``trainer.train(resume_from_checkpoint="main~3")`` accepts a revision too.
 
@@ -114,13 +110,13 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
     :param branch: the branch that captures move; one that exists is resumed.
     :param start: the state from which a new branch forks.
     :param every: every n-th step is captured, as are the last step and each step that is evaluated.
-    :param replay: whether a training that goes on within an epoch reads once more the batches that
-        it had used, so that code that draws random numbers while data is read draws the same ones.
-        False skips by index: quick, and as exact if nothing draws.
+    :param replay: whether a training that resumes within an epoch reads the used batches again, so
+        that code that draws random numbers while data is read draws the same ones. False skips by
+        index: quick, and as exact if no code draws.
     :param folders: whether the Trainer also writes its own checkpoint folders, as ``save_strategy``
         says.
     :param objects: further objects to track, by name, such as an average of the weights.
-    :param config: the configuration to record besides the ``TrainingArguments``.
+    :param config: the configuration to record in addition to the ``TrainingArguments``.
     :param options: options of ``Repository.track``, such as ``cadence``, ``retention`` and
         ``resume``. ``only`` says what a fork takes of ``start``; with ``"model"`` the training
         begins with its first step.
@@ -219,8 +215,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
     # --- where it begins --------------------------------------------------------------------------
 
     def prepare_start(self, asked: Any, *, trial: object) -> Any:
-        """Find where ``train(resume_from_checkpoint=asked)`` begins; returns what the Trainer
-        itself should be asked for."""
+        """Find where ``train(resume_from_checkpoint=asked)`` begins. Returns the argument that the
+        Trainer itself should get."""
         assert self._hooks is not None
         _refuse(self._hooks.trainer, trial)
         self._is_beginning, self.is_reseeded, self._back = True, False, None
@@ -271,8 +267,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
             ) from exc
 
     def _stored_loop(self, state: State) -> Any:
-        """The Trainer's loop in the state; None if the state is not of a Trainer: then its model
-        is taken."""
+        """The Trainer's loop in the state. None if no Trainer captured it: then only its model is
+        used."""
         args = self.loop.trainer.args
         rank = args.process_index if state.world_size == args.world_size else 0
         try:
@@ -356,8 +352,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _begin_late(self) -> None:
-        """The callback was added after the Trainer was made: that is too late, unless there is
-        nothing to go on from."""
+        """Attach a callback that was added after the Trainer was made. That is too late if the
+        branch has a state."""
         trainer = trainer_around(self)
         origin = origin_of(
             self.repo.core,
@@ -399,7 +395,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
             self._hooks.begin_epoch(more["train_dataloader"])
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Note that the next state goes on with another epoch."""
+        """Note that the next state resumes with another epoch."""
         if self._hooks is not None:
             self._hooks.end_epoch(control)
 
@@ -480,8 +476,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
         self._metrics, self._is_evaluated = {}, False
 
     def _find_best(self, begun: State) -> None:
-        """Find the best state among ``begun`` and those before it. ``begun`` itself cannot tell: if
-        it is the best, that was known only once it was captured.
+        """Find the best state among ``begun`` and its ancestors. ``begun`` does not record that it
+        is the best itself: that was found only after its capture.
         """
         step = self.loop.trainer.state.best_global_step
         if step is None:
@@ -539,7 +535,7 @@ def _refuse(trainer: Any, trial: object) -> None:
 
 
 def _has_folder(state: Any) -> bool:
-    """Whether the Trainer has loaded the best model from a folder of its own."""
+    """Whether the Trainer has loaded the best model from one of its folders."""
     folder = state.best_model_checkpoint
     return (
         folder is not None

@@ -1,9 +1,9 @@
-"""A run of W&B beside a training.
+"""A run of W&B for a training.
 
-The metrics of every captured state go there too:
+The metrics of every captured state are logged there too:
 
     with repo.track(model=model, optimizer=optimizer) as run:
-        log = WandbLog(run, project="gpt")  # what else wandb.init takes
+        log = WandbLog(run, project="gpt")  # further options of wandb.init
         for batch in run.steps(loader):
             run.capture(metrics={"loss": train_step(batch)})
 """
@@ -35,18 +35,18 @@ _GIVEN = ("id", "resume", "reinit")
 
 
 class WandbLog(MetricsLog):
-    """A run of W&B beside one training; ``id`` is its id, ``run`` is W&B's own object, for your own
+    """A run of W&B for one training. ``id`` is its id. ``run`` is W&B's own object, for your own
     pictures and tables.
 
-    A resumed training continues in the run that it had. A fork has a run of its own, which names
-    the run of the branch that it left. The run's config has facts and, under ``datastates``, our
-    repository, branch and training; its summary has the newest state. Metrics are drawn over
-    ``step``, the step of the state, because W&B's own count only grows and a resumed training
-    repeats some steps. The run ends with the training.
+    A resumed training continues its run. A fork gets a new run, which has the id of the run of the
+    branch that it forked from. The run's config has ours and, under ``datastates``, our repository,
+    branch and training. Its summary has the newest state. Metrics are drawn over ``step``, the step
+    of the state, because W&B's own count only grows and a resumed training repeats some steps. The
+    run ends with the training.
 
     :param tracker: the training.
-    :param into: a run of yours to log to, such as ``wandb.run``; you finish it.
-    :param init: what ``wandb.init`` takes besides: ``project``, ``entity``, ``group``, ``tags``,
+    :param into: your own run to log to, such as ``wandb.run``. You finish it.
+    :param init: further options of ``wandb.init``: ``project``, ``entity``, ``group``, ``tags``,
         ``mode`` …
     """
 
@@ -69,7 +69,7 @@ class WandbLog(MetricsLog):
         super().__init__(tracker, None if into is None else str(into.id))
 
     def _resume(self, id: str, facts: TrainingFacts) -> bool:
-        self.run = self._open(id, facts)  # if W&B has lost it, it is made anew under its id
+        self.run = self._open(id, facts)  # W&B makes it again under its id if it was lost
         return True
 
     def _begin(self, facts: TrainingFacts) -> str:

@@ -1,8 +1,7 @@
-"""The ranks of one training act as one: they agree on where it begins and on what went wrong, and
-one of them moves the branch.
+"""Agreement between the ranks of one training: where it begins, which rank moves the branch, and
+errors.
 
-Each method is collective, and belongs to the training thread. A rank that fails tells the others
-before it raises, and all raise.
+Each method is collective, and belongs to the training thread. If one rank fails, all ranks raise.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class Ranks:
 
     @contextmanager
     def synchronized(self, what: str) -> Iterator[None]:
-        """A block that every rank goes through; it ends once all ranks have ended it, with or
-        without an error. ``what`` says what they do in it, as in "could not …".
+        """A block that all ranks run. It ends once all of them have finished it, with or without an
+        error. ``what`` completes "could not …".
 
-        :raises DatastatesError: this rank's own error, as it is; or that of the first rank that
-            failed, with its number.
+        :raises DatastatesError: this rank's own error, as it is; or the error of the first rank
+            that failed, with its number.
         """
         if self.size == 1:
             yield
@@ -80,8 +79,8 @@ class Ranks:
         """Wait until every rank has come to the end of ``what`` they did together; returns the
         errors of those that failed, by rank.
 
-        A rank that failed comes here before the others. They hear of it wherever they meet until
-        they arrive here too.
+        A rank that failed calls this early. The other ranks then get its error from every
+        collective call, until they call this too.
         """
         if self.size == 1:
             return {} if error is None else {0: error}
@@ -125,8 +124,8 @@ class Ranks:
             " else, as the stages of a pipeline do, a group and a branch of their own"
         ),
     ) -> None:
-        """Raise unless all ranks give the same value under each name, as their ``task`` needs;
-        ``advice`` says what to do about it.
+        """Raise unless all ranks give the same value under each name, as their ``task`` needs.
+        ``advice`` ends the error text.
 
         :raises InvalidInput: they do not; the error is the same on each.
         """
@@ -156,8 +155,7 @@ def _fit(said: Mapping[str, str]) -> bytes:
     return msgspec.msgpack.encode({name[:255]: value[:most] for name, value in said.items()})
 
 
-# The group of ranks to which a training belongs: the group in force, or the job in which this
-# process runs.
+# The group of ranks to which a training belongs: the one of ``using``, or the job's.
 
 
 _in_force: ContextVar[Group | None] = ContextVar("datastates_group", default=None)
@@ -201,11 +199,10 @@ def using(group: AnyGroup) -> Iterator[Group]:
 
 
 def find() -> Group:
-    """The group of the job in which this process is a rank: that of ``using``, of
-    torch.distributed, of MPI, or this process alone.
+    """The group of this process: the one of ``using``, else the ranks of torch.distributed or of
+    MPI, else this process alone.
 
-    Collective unless this process is alone. Neither torch.distributed nor mpi4py is imported for
-    it.
+    Collective unless this process is alone. It does not import torch.distributed or mpi4py.
 
     :raises InvalidInput: the launcher of this process launched several, and they have not met yet.
     """
@@ -229,8 +226,8 @@ def find() -> Group:
 
 
 def _mpi() -> Any:
-    """``mpi4py.MPI``, if this program uses it and has several ranks, and they are not those of a
-    pool; else None."""
+    """``mpi4py.MPI``, if this program uses it and has several ranks that are not a pool; else
+    None."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or _is_pool():
         return None
@@ -238,8 +235,8 @@ def _mpi() -> Any:
 
 
 def _is_pool() -> bool:
-    """Whether the ranks are those of ``mpi4py.futures``: the workers and the process that gives
-    them tasks. Each works by itself."""
+    """Whether the ranks are a pool of ``mpi4py.futures``: independent workers, and the process that
+    gives them tasks."""
     core = sys.modules.get("mpi4py.futures._core")
     return "mpi4py.futures.server" in sys.modules or getattr(core, "SharedPool", None) is not None
 

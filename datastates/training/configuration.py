@@ -62,7 +62,7 @@ _NAMED = {"torch": ("dtype", "device", "layout", "memory_format"), "numpy": ("dt
 def configuration(given: object) -> dict[str, Value]:
     """The argument of ``track(config=…)``, flattened; empty for None.
 
-    :raises InvalidInput: a value that cannot be recorded; names it, and says what would do.
+    :raises InvalidInput: a value cannot be recorded; names it and what to give instead.
     """
     if given is None:
         return {}
@@ -93,8 +93,8 @@ def with_used(
     """The configuration to record: what the user gave, and the values that the training uses. A
     used value of None is not known.
 
-    Where the user gave another value than is used, the one in use is recorded under the name, and
-    the user's under ``given.NAME``. Returns also a line for each of those.
+    If the user gave another value than the one in use, the name has the value in use, and
+    ``given.NAME`` has the user's. Returns also a line for each of these.
     """
     found: dict[str, Value] = {
         key: value for key, value in used.items() if value is not None and value is not False

@@ -1,9 +1,9 @@
 """Captures whole trees that other code makes: what the checkpoint functions of other libraries save
 becomes the next state of a branch.
 
-Nothing is restored, and everything is copied before a capture returns. If another process or a user
-moved the branch meanwhile, it is tracked anew: the parent of the next state is the branch's head at
-that time.
+A save restores no object, and copies everything before it returns. If another process or a user
+moved the branch meanwhile, it is tracked again: the parent of the next state is the branch's head
+at that time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def save_tree(
             tracker = _tracker(core, branch, start)
             try:
                 taken = _capture(tracker, tree, about)
-                taken.wait()  # recorded: the next caller that saves knows where the branch stands
+                taken.wait()  # recorded: the next save starts from the new head
                 break
             except Conflict:  # another process was first
                 _forget(core, branch)
@@ -118,7 +118,7 @@ def _tracker(core: Core, branch: str, start: str | None) -> Tracker:
 
 
 def _stands(core: Core, tracker: Tracker) -> bool:
-    """Whether the branch still stands where the tracker left it."""
+    """Whether the head of the branch is still the tracker's last state."""
     tip = tracker.training.line.tip
     try:
         with core.reading() as session:
@@ -130,5 +130,5 @@ def _stands(core: Core, tracker: Tracker) -> bool:
 def _forget(core: Core, branch: str) -> None:
     found = core.savers.pop(branch, None)
     if found is not None:
-        with suppress(DatastatesError):  # the caller that saved has been told
+        with suppress(DatastatesError):  # the caller that saved got the error
             found.close()

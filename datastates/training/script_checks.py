@@ -152,7 +152,7 @@ class ScriptChecks:
         ):
             return []
         _count_references(ours(), own)
-        # Containers come first: what they refer to may be tracked by itself, too.
+        # Containers come first: their items may be tracked separately, too.
         names = sorted(
             objects, key=lambda name: not isinstance(objects[name], dict | list | tuple | deque)
         )
@@ -284,12 +284,12 @@ class Gradients:
     ) -> None:
         """Look at the gradients of these parameters after each backward pass.
 
-        They tell for all parameters of ``path``."""
+        They represent all parameters of ``path``."""
         for parameter in () if self._is_over else parameters:
             if id(parameter) not in self._seen and not is_lazy(parameter):
                 self._seen[id(parameter)] = _Gradient(path, is_stepped_unseen=optimizer is None)
-                # Every optimizer has imported Dynamo; nothing else should, because that takes
-                # seconds.
+                # Every optimizer has imported Dynamo. This must not import it without an
+                # optimizer, because that takes seconds.
                 hook = (
                     torch.compiler.disable(self._after_backward, reason="it reads versions")
                     if optimizer is not None
@@ -304,7 +304,7 @@ class Gradients:
                 self._trained[id(each)][id(parameter)] = self._seen[id(parameter)]
 
     def unhook(self) -> None:
-        """Remove the hooks for good; idempotent."""
+        """Remove the hooks permanently; idempotent."""
         self._is_over = True
         self._trained.clear()
         while self._hooks:
@@ -324,8 +324,8 @@ class Gradients:
                     self.captures,
                 )
             )
-            # Each pass adds 1 to the version. So does setting the gradient to zero between two
-            # passes.
+            # Each pass adds 1 to the version. Setting the gradient to zero between two passes
+            # adds 1 too.
             is_added = (
                 before is not None
                 and before[0]() is gradient
@@ -467,7 +467,7 @@ def _is_alone(found: Any, own: Counter[object]) -> bool:
         and type(found) in (torch.Tensor, nn.Parameter)
         and found.layout is torch.strided
     )
-    # that of an array's memory cannot be resized
+    # the storage of an array's memory cannot be resized
     return is_plain and found._base is None and found.untyped_storage().resizable()
 
 
@@ -518,8 +518,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _memory_of(tensor: torch.Tensor) -> object:
-    """What two tensors of the same memory have in common; the tensor's own id if its memory
-    cannot be told."""
+    """A key that is equal for tensors of the same memory. It is the tensor's own id if its memory
+    is unknown."""
     extent = None if is_lazy(tensor) else extent_of(tensor)
     return id(tensor) if extent is None else extent[:3]
 

@@ -1,5 +1,5 @@
-"""Starts to track a training: an earlier tracker of its branch gives way, and its objects are
-restored to the head of the branch."""
+"""Begin to track a training: end an earlier tracker of its branch, find the state to start from,
+and restore the objects."""
 
 from __future__ import annotations
 
@@ -153,17 +153,13 @@ def _file(location: Location) -> object:
     return found.st_dev, found.st_ino
 
 
-# The state from which a tracker starts, where its branch stands, and to which its objects are
-# restored.
-
-
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:
     """The state from which a tracker starts; None begins a new root. ``is_fork``: the branch does
-    not exist yet. ``is_beyond``: the branch stands at another state than ``start``. ``is_taken``: a
+    not exist yet. ``is_beyond``: the branch's head is another state than ``start``. ``is_taken``: a
     living process holds the branch, which is taken over from it.
     """
 
@@ -376,8 +372,8 @@ def set_position(training: Training, state: State, *, is_resumed: bool) -> None:
 
 
 def _forgotten(training: Training, only: str | Sequence[str] | None) -> list[str]:
-    """The objects of the resumed state that this training no longer tracks, without having said
-    so by ``only``."""
+    """The objects of the resumed state that this training no longer tracks, unless ``only`` is
+    given."""
     if only is not None or training.report is None:
         return []
     return [
@@ -406,10 +402,6 @@ def _warn_of_misspelling(session: Session, branch: str) -> None:
             close[0],
             close[0],
         )
-
-
-# Starts to track a training: an earlier tracker of its branch gives way, and its objects are
-# restored to the head of the branch.
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,8 +467,8 @@ class Terms:
 
 
 class _Job(msgspec.Struct, frozen=True):
-    """What rank 0 tells the other ranks of a training: its uid, the run of rank 0's process, and
-    where the training begins."""
+    """The message of rank 0 to the other ranks: the uid of the job, the run of rank 0's process,
+    and where the training begins."""
 
     uid: str
     process: str
@@ -499,8 +491,7 @@ RngSource = Annotated[Literal["state", "script", False], _rng_source]
 
 
 def tracked_objects(objects: Mapping[str, object], *, rng: RngSource) -> dict[str, object]:
-    """Everything that is tracked, by name; ``rng`` says whether the global random number generators
-    are.
+    """Everything that is tracked, by name. ``rng``: the global random number generators are, too.
 
     :raises InvalidInput: nothing is given, or a name is taken.
     """
@@ -705,8 +696,8 @@ def _begin_run(training: Training, terms: Terms, origin: StartPoint) -> None:
 
 
 def _layout(training: Training) -> dict[str, object]:
-    """What the models of all ranks must have in common, so that each rank knows what the others
-    hold."""
+    """The layout of the models, which must be equal on all ranks: each rank computes from its own
+    what the other ranks hold."""
     told: dict[str, object] = {}
     for path, model in training.adapted.models() if training.ranks.size > 1 else ():
         if path.split("/")[0] not in training.own:
@@ -722,8 +713,8 @@ def _layout(training: Training) -> dict[str, object]:
 
 
 def _with_mtbf(core: Core, cadence: Policy) -> Policy:
-    """The cadence; if it asks for it, it has been told how often processes of this repository
-    died."""
+    """The cadence, with the mean time between failures of this repository's processes if it uses
+    that."""
     if not cadence.asks_mtbf:
         return cadence
     with core.database.read() as session:

@@ -87,9 +87,6 @@ def differing(training: Training) -> list[Difference]:
     return differences(everyone)
 
 
-# The tracker of one training: ``repo.track`` returns it, and the training loop calls it.
-
-
 _logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
 
@@ -113,7 +110,7 @@ class Tracker:
 
     @property
     def training(self) -> Training:
-        """The training, for the rest of this package; it is no part of the public interface."""
+        """The training, for other modules of this package. It is no part of the public interface."""
         return self._training
 
     @property
@@ -126,8 +123,8 @@ class Tracker:
         """The newest state of the branch, once every capture so far is recorded; None before the
         first.
 
-        A torn capture has no state: the head is then the state before it, and a log message says
-        so. While the lineage cannot be written, the head is the newest state that is recorded.
+        A torn capture has no state: the head is then the state before it, and this is logged. While
+        the lineage cannot be written, the head is the newest state that is recorded.
         """
         return self._training.head()
 
@@ -160,8 +157,8 @@ class Tracker:
 
     @property
     def attributes(self) -> dict[str, Value]:
-        """Attributes that every further state gets besides its own, such as the number of the job;
-        add to them at any time.
+        """Attributes that every later state gets in addition to its own, such as the number of the
+        job. Add to them at any time.
 
         with repo.track(branch="in-a-job", model=model, optimizer=optimizer) as run:
             run.attributes["job"] = 4711
@@ -176,7 +173,7 @@ class Tracker:
 
     @property
     def cadence(self) -> CadenceChoice:
-        """How often states of this training become durable without being asked for, and why; see
+        """How often states of this training become durable automatically, and why; see
         ``CadenceChoice``."""
         return self._training.cadence
 
@@ -187,7 +184,7 @@ class Tracker:
 
     @property
     def report(self) -> RestoreReport | None:
-        """What the last restore did; None if there was none."""
+        """The report of the last restore; None if there was none."""
         return self._training.report
 
     @property
@@ -201,14 +198,14 @@ class Tracker:
         """The number of the current batch of ``steps`` in its pass over the data, from 0, also if
         that pass was resumed in the middle.
 
-        ``enumerate(run.steps(loader))`` counts from 0 again there. If several loaders are read side
-        by side, it is that of the pass that began last.
+        ``enumerate(run.steps(loader))`` counts from 0 again there. If several loaders are read in
+        parallel, the pass that began last counts.
         """
         return self._training.loops.batch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers, from 0, of those of ``count`` epochs that are left: a training that was
-        stopped goes on in its epoch.
+        """The numbers, from 0, of the remaining epochs out of ``count``. A training that was
+        stopped resumes in its epoch.
 
             with repo.track(branch="three-epochs", model=model, optimizer=optimizer) as run:
                 for epoch in run.epochs(3):
@@ -217,8 +214,8 @@ class Tracker:
 
         Loop over ``steps`` in the body. A state captured inside that inner loop resumes with the
         next batch, and then with what follows the inner loop in the body. A state captured after
-        the inner loop counts the epoch as done, so capture there last of all. Samplers that have
-        ``set_epoch`` are told the epoch. A training that has finished has no epochs left, unless
+        the inner loop counts the epoch as done, so capture there last of all. The epoch is passed
+        to samplers that have ``set_epoch``. A training that has finished has no epochs left, unless
         ``count`` is raised.
 
         :raises InvalidInput: ``count`` is no number of epochs.
@@ -247,9 +244,9 @@ class Tracker:
 
         Capture inside the loop body, after the update: the state then records which batches were
         used, and a training that resumes from it begins with the next one. The loader need not be
-        tracked for that: a plain DataLoader, with workers or without, is started again with the
-        random numbers that it had, and the batches that were used are read and dropped. Tracked
-        loaders and samplers find their place by themselves. Outside of ``epochs``, a training that
+        tracked for that. A plain DataLoader, with workers or without, is started again with the
+        random numbers that it had. The batches that were used are read and dropped. Tracked loaders
+        and samplers restore their own place. Outside of ``epochs``, a training that
         resumes from the last batch's state makes another pass over the data. ``len`` is the number
         of batches in a whole pass. ``next`` and ``close`` work as for a generator.
 
@@ -330,12 +327,12 @@ class Tracker:
     ) -> Capture:
         """Take a state of everything tracked, as it is now; returns at once.
 
-        What only the tracked optimizers change is copied in the background while training goes on,
-        and their next ``step`` waits for that copy. Everything else is copied before this returns.
-        It blocks only when the arena has no room and ``back_pressure`` is not ``skip``. While
-        nothing can be written, older states that are not durable make room instead, or this capture
-        is skipped. A refused argument changes nothing. If anything else is raised, the step has
-        been counted, since the training made it.
+        Tensors that only the tracked optimizers change are copied in the background, and the next
+        ``step`` waits for that copy. Everything else is copied before this returns. It blocks only
+        when memory is full and ``back_pressure`` is not ``skip``. While nothing can be written,
+        older states that are not durable are dropped instead, or this capture is skipped. A refused
+        argument changes nothing. If anything else is raised, the step has been counted, since the
+        training made it.
 
             with repo.track(branch="captured", model=model, optimizer=optimizer) as run:
                 for batch in run.steps(loader):
@@ -487,7 +484,7 @@ class Tracker:
 
     def check_replicas(self) -> list[Difference]:
         """The differences between ranks that should hold the same: each has its ``path``, and the
-        ``ranks`` that disagree with the others.
+        ``ranks`` that differ.
 
         Collective. It waits for all copies and devices, so it is too slow for every step. In a
         single process it finds no differences.
@@ -518,7 +515,7 @@ class Tracker:
         strict: bool = True,
         nearest: bool = False,
     ) -> RestoreReport:
-        """Restore a state into the tracked objects and go on from there: the branch moves to it,
+        """Restore a state into the tracked objects and continue from it. The branch moves to it,
         with a reflog entry. Collective.
 
         :param rev: the state.
@@ -575,8 +572,8 @@ class Tracker:
             end a series of rewinds.
         :param back: how many good states the first rewind goes back; each further rewind in a
             series goes back twice as many.
-        :param data: ``skip`` goes on with the batches that follow; ``reshuffle`` repeats those
-            since the good state in another order.
+        :param data: ``skip`` continues with the batches that follow; ``reshuffle`` repeats the
+            batches since the good state in another order.
         :param limit: the most rewinds in a series.
         :param keep: names of tracked objects that keep their present values, such as a count of
             batches.
@@ -643,10 +640,10 @@ class Steps(Iterator[Batch]):
 
 @dataclass(frozen=True, slots=True)
 class _CaptureArguments:
-    """The arguments of a capture, copied for the background. What cannot be recorded is refused
-    here, on the caller's thread.
+    """The arguments of a capture, copied for the background. Values that cannot be recorded are
+    refused here, on the caller's thread.
 
-    The ``metrics`` that are also in ``late`` lie on a device, and their values are not known yet.
+    The ``metrics`` that are also in ``late`` are on a device, and their values are not known yet.
     """
 
     metrics: dict[str, float]

@@ -1,4 +1,4 @@
-"""The training behind a tracker: its objects, the branch that it moves, and where both stand."""
+"""The training behind a tracker: its objects, its branch, and the step of both."""
 
 from __future__ import annotations
 
@@ -76,10 +76,6 @@ if TYPE_CHECKING:
     from datastates.lineage.database import Database
 
 
-# What becomes of the parameters that a restored state trained and that are not trained here, or
-# the reverse.
-
-
 _logger = logging.getLogger(__name__)
 
 _end_states = WeakIdKeyDictionary()
@@ -109,7 +105,7 @@ def remove_groups(gained: Sequence[tuple[Optimizer, int]]) -> None:
 
 
 def log_added_groups(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
-    """Say which groups were added."""
+    """Log which groups were added."""
     for optimizer, count in gained:
         sizes = " and ".join(str(len(group["params"])) for group in optimizer.param_groups[-count:])
         gained_group = (
@@ -119,8 +115,8 @@ def log_added_groups(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> No
 
 
 def note_end_state(uid: str, adapted: Adapted) -> None:
-    """Note that a training of this process ends at a state: as long as its parameters live, the
-    script that made them is running on."""
+    """Note the state at which a training of this process ends. While its parameters exist, the
+    script that made them is still running."""
     for module in adapted.modules:
         for found in (*module.modules(), *module.parameters()):
             _end_states[found] = uid
@@ -140,8 +136,9 @@ def restore_trained(
     """Freeze and unfreeze parameters, and set the modes of modules, as the state had them, because
     the script may not come by there again.
 
-    What a training of this process left ``at`` that state stays: what was done to it since then is
-    the script's next line. The mode of a whole model that only an evaluation changed stays, too.
+    Parameters of a training of this process that ended ``at`` that state stay unchanged: the same
+    script set them since then. The mode of a whole model that only an evaluation changed stays,
+    too.
     """
     kept_back, report = divided(
         report,
@@ -174,8 +171,8 @@ def restore_trained(
 
 
 def log_differences(branch: str, report: RestoreReport, does: str = "begins") -> None:
-    """Say what the script freezes, trains or evaluates otherwise than the state where its branch
-    begins or goes on: it may be meant, or forgotten.
+    """Log what the script freezes, trains or evaluates differently from the state where its branch
+    begins or resumes. This may be intended, or a mistake.
     """
     for name, kind, was, now, option in _DIFFERENCES:
         if paths := getattr(report, name):
@@ -224,20 +221,17 @@ def _counted(paths: Sequence[str], kind: str) -> str:
     return f"{len(paths)} {kind}s ({', '.join(paths[:2])}{', …' if len(paths) > 2 else ''}) are"
 
 
-# The training behind a tracker: its objects, the branch that it moves, and where both stand.
-
-
 class Training:
     """One training, from ``Repository.track`` to ``close``. Everything belongs to the training
     thread.
 
     ``run`` is its record in the lineage. ``newest`` is the uid of the newest capture, recorded or
     not, or of the state that was restored last. ``is_driven``: ``Tracker.steps`` counts the steps.
-    ``completes``: where another library accumulates, it tells whether the current batch completes a
+    ``completes``: if another library accumulates, it returns whether the current batch completes a
     step. ``is_resumed``: the branch existed before. ``held_s``: for how long the newest capture
-    held the training up. ``ranks`` track it together. ``own`` names the objects that each rank has
-    for itself, besides those that always are its own. ``takes_script``: where the script has other
-    hyperparameters than a state, a restore puts the script's.
+    held the training up. ``ranks`` track it together. ``own`` names the objects that are
+    separate on each rank, in addition to those that always are. ``takes_script``: a restore keeps
+    the script's hyperparameters where they differ from the state's.
     """
 
     def __init__(
@@ -369,7 +363,7 @@ class Training:
         elif self.completes is None:
             self.micro_step %= accumulate
 
-    # --- what a capture asks ----------------------------------------------------------------------
+    # --- for a capture ----------------------------------------------------------------------------
 
     def tree(self) -> dict[str, object]:
         """Everything that a capture holds, as it is now.
@@ -435,7 +429,7 @@ class Training:
         )
 
     def forget_layout(self) -> None:
-        """Drop the plan of the last capture: the next capture is laid out anew."""
+        """Drop the plan of the last capture: the next capture makes a new one."""
         self._plan = None
 
     def raise_background_error(self) -> None:
@@ -490,7 +484,8 @@ class Training:
         """Restore a state, except for the objects ``without``, and move the branch to it;
         ``reason`` goes into the reflog. No capture may be in flight.
 
-        The script goes on where the loops are: if these stay, so does what it trains.
+        The script continues where the loops are. If the loops stay, the trained parameters stay,
+        too.
         """
         with undisturbed():
             before = self.run
@@ -517,9 +512,9 @@ class Training:
                     refs.move(session, self.branch, state.uid, expected=tip[0], reason=reason)
 
     def know_best(self) -> None:
-        """Tell the engine which states up to the branch's head are the best, by the metrics
-        whose best is kept. By metrics for which the user did not ask, only the branch's own
-        states count."""
+        """Pass to the engine which states up to the branch's head are the best, by the metrics
+        whose best is kept. For metrics that the user did not name, only the branch's own states
+        count."""
         tip = self.line.tip and self.line.tip[0]
         bests = bests_at(self.core, tip, self.bests)
         if self.line.keeps_bests and tip is not None:
@@ -581,7 +576,7 @@ class Training:
     def _choose(
         self, state: State, only: str | Sequence[str] | None, without: Collection[str]
     ) -> tuple[list[str], set[str]]:
-        """Compare the script's hyperparameters with those of a state. Returns a line for each
+        """Compare the script's hyperparameters with a state's. Returns a line for each
         difference, and the objects that get the script's values whole.
 
         :raises InvalidInput: a scheduler is of another class than the state's, or its schedule ends
@@ -818,7 +813,7 @@ class Training:
                 )
                 runs.finish(session, self.run.uid)
             self._log_kept_states()
-        self._is_ended = True  # an interrupt before this: the next call goes on
+        self._is_ended = True  # after an interrupt before this, the next call finishes
         self._finalizer.detach()
         self._call_listeners(error)
         self.apply_edits()
@@ -876,8 +871,7 @@ class Training:
 
 def _refuse_gradients(flat: Flat) -> None:
     """Raise if there are gradients that are not sharded. Between two steps each replica may have
-    summed up gradients of its own, so that pieces from several replicas would make up gradients
-    that no replica has.
+    different gradients. Pieces from several replicas would then be gradients that no replica has.
 
     :raises Unsupported: there are some.
     """
@@ -904,13 +898,10 @@ def _end_dropped(
 def _release(host: Runner, line: Line, database: Database, run: str) -> None:
     """Release the branch of a training that was dropped.
 
-    Where that cannot be recorded, the end of its process is."""
+    If that cannot be recorded, the end of its process will be."""
     host.close_line(line)
     with suppress(DatastatesError), database.write() as session:
         runs.finish(session, run)
-
-
-# The parameter groups that optimizers got after a state, which has to be restored into them.
 
 
 @contextmanager
@@ -944,7 +935,7 @@ def without_later_groups(
 def _known(
     training: Training, state: State, without: Collection[str]
 ) -> Iterator[tuple[Optimizer, int]]:
-    """The optimizers whose first groups are those of the state, and how many these are."""
+    """The optimizers whose first groups are the state's groups, and the number of these."""
     adapted = training.adapted
     for path, found in parts(adapted.objects):
         if (

@@ -1,6 +1,6 @@
 """A callback that captures what a Trainer trains at every step, and resumes it bit for bit.
 
-It takes a state when Lightning asks for the next batch. By then everything that belongs to a step
+It takes a state when Lightning requests the next batch. By then everything that belongs to a step
 has happened, including validation and the hooks of every callback. It takes the last state at the
 end of the training.
 """
@@ -87,8 +87,8 @@ class Fit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put everything back that the Trainer leaves alone until it trains; ``begin`` does the
-        rest."""
+        """Restore everything that the Trainer does not change before it trains. ``begin`` restores
+        the other parts."""
         trainer = self._trainer
         self._hand_over(state["added"])
         for each in self._others():
@@ -145,7 +145,7 @@ class Fit:
         self._weights = None
 
     def stoppers(self) -> list[str]:
-        """The callbacks that have told the training to stop."""
+        """The callbacks that have stopped the training."""
         return [
             type(each).__name__
             for each in self._others()
@@ -170,8 +170,8 @@ class Fit:
         return state
 
     def _take_back(self, epochs: dict[str, dict[str, int]]) -> None:
-        """Uncount an epoch within which the training ended: Lightning counts it as done, and a
-        run that goes on begins with its rest."""
+        """Uncount the epoch in which the training ended. Lightning counts it as done, but a resumed
+        run begins with its remaining batches."""
         for count in epochs.values():
             for name in ("processed", "completed"):
                 count[name] -= 1
@@ -211,7 +211,7 @@ class Fit:
         module.on_load_checkpoint(checkpoint)
 
     def _checkpoint(self) -> dict[str, Any]:
-        """A checkpoint as hooks see it; the rest is in the state that is captured or restored."""
+        """A checkpoint as hooks see it. Its other entries are in the state."""
         trainer = self._trainer
         return {
             "epoch": trainer.current_epoch,
@@ -239,8 +239,10 @@ class Metrics:
         }
 
     def fresh(self) -> dict[str, torch.Tensor]:
-        """The numbers that were logged since the last call. Lightning keeps the others, such as
-        those of the last validation, and gives them anew, but not in other memory.
+        """The numbers that were logged since the last call.
+
+        Lightning also returns older numbers, such as the results of the last validation. They are
+        still in the same memory.
         """
         found = self.all()
         fresh = {
@@ -349,16 +351,16 @@ class TrackOptions(TypedDict, total=False):
 
 
 class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not looked at by mypy
-    """Captures every step of ``trainer.fit`` as a state of a branch; the same script started again
-    goes on where it stopped.
+    """Captures every step of ``trainer.fit`` as a state of a branch. The same script, started
+    again, resumes where it stopped.
 
         trainer = L.Trainer(max_epochs=3, callbacks=[DatastatesCallback("runs", branch="main")])
         trainer.fit(model, loader)
 
-    A branch that exists is resumed; a new one begins anew, or forks from ``start``. A state has
-    ``model``, ``optimizer``, ``scheduler`` (lists, where there are several), ``trainer`` (loops,
-    callbacks, precision, datamodule), ``data`` and ``rng``. ``newest`` is the newest capture. The
-    processes of ``strategy="ddp"`` capture each state together.
+    A branch that exists is resumed. A new one begins without a state, or forks from ``start``. A
+    state has ``model``, ``optimizer``, ``scheduler`` (lists, where there are several), ``trainer``
+    (loops, callbacks, precision, datamodule), ``data`` and ``rng``. ``newest`` is the newest
+    capture. The processes of ``strategy="ddp"`` capture each state together.
     """
 
     @values.checked
@@ -561,7 +563,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
     # --- states -----------------------------------------------------------------------------------
 
     def _on_request(self, trainer: Any, is_catching_up: bool) -> None:
-        """Called when Lightning asks for a batch: the step before it is over."""
+        """Called when Lightning requests a batch: the step before it is over."""
         if self._run is None:
             return
         if self._val_check is not None:
@@ -672,8 +674,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             )
 
     def _begin_at(self, path: object, options: TrackOptions) -> tuple[State | None, TrackOptions]:
-        """Where a fit begins that Lightning restores by ``ckpt_path``: if that names a state of
-        this repository, the branch forks there."""
+        """The start of a fit that Lightning restores by ``ckpt_path``. If the path names a state of
+        this repository, the branch forks from it."""
         assert self._repo is not None, "it was opened"
         if self._start is not None:
             raise InvalidInput(
@@ -687,7 +689,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
                 " another state: leave ckpt_path out to go on there, or name another branch"
             )
         if state is not None and is_checkpoint(self._repo, state):
-            options["only"] = ["model"]  # Lightning restores the rest
+            options["only"] = ["model"]  # Lightning restores the other objects
         return state, options
 
 

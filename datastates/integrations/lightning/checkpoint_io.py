@@ -1,8 +1,8 @@
 """A CheckpointIO: Lightning's checkpoints become states of a branch, and ``ckpt_path`` may name any
 state.
 
-Where Lightning expects a file, it finds a pointer to the state, one line of text. So it finds,
-links, lists and removes checkpoints as usual.
+The checkpoint file is a pointer to the state, one line of text. Lightning finds, links, lists and
+removes these files as usual.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ _PATH = "lightning.path"
 
 # Lightning is not looked at by mypy
 class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """Checkpoints as states: ``model`` is the state dict, ``lightning`` the rest. Nothing is
-    pickled.
+    """Checkpoints as states: ``model`` is the state dict, ``lightning`` all other entries. A
+    checkpoint is not pickled.
 
         trainer = L.Trainer(plugins=[DatastatesCheckpointIO("runs")],
         callbacks=[ModelCheckpoint(monitor="val_loss")]) trainer.fit(model,
@@ -155,8 +155,8 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]
         map_location: object = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint that a state stands for: one that was saved here, or one that a callback
-        captured. Lightning's own files are read as usual.
+        """A state as a checkpoint, whether it was saved here or captured by a callback. Lightning's
+        own files are read as usual.
 
         :raises NotFound: there is no such repository, or no such revision in it; names both, and
             what is there.
@@ -325,7 +325,7 @@ def _write_pointer(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _tag_of(path: str | os.PathLike[str]) -> str:
-    """The tag of a checkpoint: its name, and a part that tells its folder from others."""
+    """The tag of a checkpoint: its name, and a digest of its whole path."""
     target = Path(path).absolute()
     plain = (
         "".join(

@@ -1,9 +1,9 @@
-"""The loaders on which a Trainer trains, each in a wrapper that knows what was handed out, and
-finds that place again.
+"""The loaders on which a Trainer trains, each in a wrapper that counts the batches that it
+returned, and finds that place again.
 
-Lightning makes iterators early, and fetches one batch ahead if a loader has no length. So a pass
-begins with its first batch, and the place of a loader without a length is one batch behind what was
-fetched.
+Lightning makes iterators early, and fetches one batch ahead if a loader has no length. A pass
+therefore begins with its first batch. The place of a loader without a length is one batch behind
+the fetched one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PASSED_ON = frozenset({"worker_init_fn", "_iterator"})
 
 
 class ResumableLoader:
-    """A loader that Lightning iterates over; the loader inside answers all other requests."""
+    """A loader that Lightning iterates over. All other attributes are the inner loader's."""
 
     def __init__(self, loader: Any, data: Data, place: Mapping[str, Any] | None) -> None:
         self.loader = loader
@@ -68,8 +68,8 @@ class ResumableLoader:
                 vars(self)[name] = dict
 
     def place(self, *, is_between: bool) -> dict[str, object]:
-        """Plain values that lead back to this place; ``is_between``: to the beginning of another
-        pass."""
+        """Plain values that lead back to this place. With ``is_between`` they lead to the beginning
+        of another pass."""
         turn = self._turn
         if self.is_new or is_between or turn is None:
             turn = self._pass() if turn is None else turn
@@ -116,8 +116,8 @@ class ResumableLoader:
         return iter(()) if iterator is None else iterator
 
     def _drop_rest(self, place: Mapping[str, Any]) -> None:
-        """Make and drop the iterator that restoring a loader prepared, if Lightning did not take
-        the rest of it: another pass follows."""
+        """Make and drop the iterator that restoring a loader prepared, if Lightning did not
+        use it up: another pass follows."""
         if "loader" in place and place["is_left"]:
             with keeping_generators([]):
                 iter(self.loader)
@@ -137,7 +137,7 @@ class ResumableLoader:
 class Data:
     """The loaders of a fit, as one object with a state.
 
-    ``batch_requested`` is called before each batch that Lightning asks for."""
+    ``batch_requested`` is called before each batch."""
 
     is_optional = True  # a state that another loop captured does not have it
 
@@ -160,8 +160,8 @@ class Data:
         return ResumableLoader(loader, self, self._waiting.pop(0) if self._waiting else None)
 
     def batch_requested(self, loader: ResumableLoader) -> None:
-        """Called when Lightning asks a loader for a batch: when the first of several is asked, a
-        step is over."""
+        """Called when Lightning requests a batch of a loader. A request to the first of several
+        loaders means that a step is over."""
         loaders = self.loaders
         if loaders and loaders[0] is loader:
             self._on_request(loader.is_catching_up)
