@@ -1,5 +1,4 @@
-"""Groups of processes that know each other by rank: how they meet, exchange values, and pass
-bytes on."""
+"""Groups of processes with ranks: how they connect, exchange values, and pass bytes on."""
 
 from __future__ import annotations
 
@@ -51,29 +50,23 @@ class Group(ABC):
     """A fixed number of processes. Every method is collective: all ranks call the same ones in the
     same order, on their training threads.
 
-    If a rank does not come, the others raise Unavailable: at once if its connections broke because
-    it died, else after the group's ``timeout_s``. The group cannot be used after that.
+    If a rank does not call, all other ranks raise Unavailable: at once if its connections broke
+    because it died, else after the group's ``timeout_s``. The group cannot be used after that.
     """
 
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """The rank of this process, from 0."""
+    rank: int
+    """The rank of this process, from 0."""
 
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """The number of ranks."""
+    size: int
+    """The number of ranks."""
 
-    @property
-    def members(self) -> tuple[int, ...] | None:
-        """The numbers by which torch.distributed knows these ranks, by rank; None: they are all
-        of its ranks, with the same numbers."""
-        return None
+    members: tuple[int, ...] | None = None
+    """The numbers of these ranks in torch.distributed, by rank. None: they are all of its ranks,
+    with the same numbers."""
 
     @abstractmethod
     def exchange(self, value: bytes) -> list[bytes]:
-        """What every rank gave, by rank, once all have called this. At most 1 MiB each.
+        """The values of all ranks, by rank, once all have called this. At most 1 MiB each.
 
         :raises InvalidInput: it is more; nothing was sent, and the other ranks keep waiting.
         :raises Unavailable: a rank did not come.
@@ -91,7 +84,7 @@ class Group(ABC):
         are contiguous, and writable except at the root.
 
         ``to`` are the ranks that get the bytes, None: all. It is the same everywhere. A rank that
-        neither gives nor gets need not call this, as long as the others meet in the same order.
+        neither gives nor gets need not call this, if the order of the other calls is the same.
 
         :raises Unavailable: a rank did not come. The contents of the buffers are then undefined.
         :raises Closed: the group was closed.
@@ -120,7 +113,7 @@ class Group(ABC):
 
 
 class SoloGroup(Group):
-    """One process by itself, so that the same script runs without ``mpiexec``."""
+    """A single process, so that the same script runs without ``mpiexec``."""
 
     rank = 0
     size = 1
@@ -150,7 +143,7 @@ class MPIGroup(Group):
     It communicates on a duplicate of the communicator, so that it never takes a message of the
     program's own. A rank that waits sleeps between checks, since MPI's blocking calls burn the core
     that a transfer of the same process may need. When a rank dies, most launchers end the whole
-    job; where one does not, or a rank hangs, the others raise after ``timeout_s``.
+    job. If one does not, or if a rank hangs, all other ranks raise after ``timeout_s``.
 
     :raises Unsupported: mpi4py is not installed.
     """
@@ -163,22 +156,14 @@ class MPIGroup(Group):
             None  # a collective that was given up: MPI may still write to its memory
         )
         of = mpi.COMM_WORLD if comm is None else comm
-        self._rank, self._size = of.Get_rank(), of.Get_size()
+        self.rank, self.size = of.Get_rank(), of.Get_size()
         self._comm: MPI.Intracomm
         self._comm, made = of.Idup()
         self._wait(lambda: made)
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
     def exchange(self, value: bytes) -> list[bytes]:
         check(value, is_closed=self._is_closed)
-        lengths = array("i", [0]) * self._size
+        lengths = array("i", [0]) * self.size
         self._wait(
             self._comm.Iallgather,
             [array("i", [len(value)]), self._mpi.INT],
@@ -208,10 +193,10 @@ class MPIGroup(Group):
             message = [view[start : start + _MESSAGE_BYTES], self._mpi.BYTE]
             if to is None:
                 self._wait(self._comm.Ibcast, message, root)
-            elif self._rank == root:
+            elif self.rank == root:
                 for rank in sorted({*to} - {root}):
                     self._wait(self._comm.Isend, message, rank)
-            elif self._rank in to:
+            elif self.rank in to:
                 self._wait(self._comm.Irecv, message, root)
 
     def _wait(self, begin: Callable[..., Any], *arguments: Any) -> None:
@@ -228,14 +213,14 @@ class MPIGroup(Group):
                 if time.monotonic() > give_up_at:
                     self._unfinished = request, arguments
                     raise Unavailable(
-                        f"rank {self._rank} of {self._size} waited {self._timeout_s:g} s for the"
+                        f"rank {self.rank} of {self.size} waited {self._timeout_s:g} s for the"
                         " others: one of them hangs or died"
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, most)
         except self._mpi.Exception as exc:
             self._unfinished = arguments
-            raise Unavailable(f"rank {self._rank} of {self._size} lost the others: {exc}") from exc
+            raise Unavailable(f"rank {self.rank} of {self.size} lost the others: {exc}") from exc
 
     def close(self) -> None:
         if not self._is_closed:
@@ -295,12 +280,12 @@ in its store that none had before."""
 
 
 class TorchGroup(Group):
-    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective
-    among these ranks, and the others need not call it.
+    """The ranks of torch.distributed, or of its group ``of``. Making one is collective among these
+    ranks only.
 
-    It communicates over gloo on connections of its own, on the CPU. So it never interferes with the
-    collectives of the training, and works where those are NCCL's. When a rank dies, the others
-    raise as soon as one of them misses it; when one hangs, after ``timeout_s``.
+    It communicates over separate gloo connections, on the CPU. It never interferes with the
+    collectives of the training, which may use NCCL. When a rank dies, all other ranks raise as soon
+    as one of them misses it. When a rank hangs, they raise after ``timeout_s``.
 
     :param of: a group of torch.distributed, whose ranks are the ranks of this one.
     :raises InvalidInput: torch.distributed is not initialised, or ``of`` is not one of its groups,
@@ -316,45 +301,33 @@ class TorchGroup(Group):
                 " before"
             )
         self._ranks = _ranks_of(dist, of)
-        self._rank, self._size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         is_everyone = self._ranks == list(range(dist.get_world_size()))
-        self._members = None if is_everyone else tuple(self._ranks)
+        self.members = None if is_everyone else tuple(self._ranks)
         self._is_closed = False
         self._gloo: Any
         try:
             self._gloo = dist.ProcessGroupGloo(
-                _store(dist, self._ranks), self._rank, self._size, timedelta(seconds=timeout_s)
+                _store(dist, self._ranks), self.rank, self.size, timedelta(seconds=timeout_s)
             )
         except RuntimeError as exc:
             raise Unavailable(
-                f"rank {self._rank} of {self._size} did not meet the others: make the group again,"
+                f"rank {self.rank} of {self.size} did not meet the others: make the group again,"
                 f" on every rank: {exc}"
             ) from exc
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def members(self) -> tuple[int, ...] | None:
-        return self._members
 
     def exchange(self, value: bytes) -> list[bytes]:
         import torch
 
         check(value, is_closed=self._is_closed)
-        lengths = torch.zeros(self._size, dtype=torch.int64)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
         self._wait("allgather", list(lengths.split(1)), torch.tensor([len(value)]))
         longest = int(lengths.max())
         if not longest:
-            return [b""] * self._size
+            return [b""] * self.size
         given, got = (
             torch.zeros(longest, dtype=torch.uint8),
-            torch.empty(self._size, longest, dtype=torch.uint8),
+            torch.empty(self.size, longest, dtype=torch.uint8),
         )
         if value:
             given[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
@@ -373,10 +346,10 @@ class TorchGroup(Group):
         data = _as_tensor(bytes_of(buffer))
         if to is None:
             self._wait("broadcast", data, root)
-        elif self._rank == root:
+        elif self.rank == root:
             for rank in sorted({*to} - {root}):
                 self._wait("send", [data], rank, 0)
-        elif self._rank in to:
+        elif self.rank in to:
             self._wait("recv", [data], root, 0)
 
     def close(self) -> None:
@@ -394,7 +367,7 @@ class TorchGroup(Group):
                 None  # closes this rank's connections, so ranks that wait for it notice now
             )
             raise Unavailable(
-                f"rank {self._rank} of {self._size} lost another one, which hangs or died: {exc}"
+                f"rank {self.rank} of {self.size} lost another one, which hangs or died: {exc}"
             ) from exc
 
 
@@ -406,7 +379,7 @@ def initialized() -> Any:
 
 
 def _ranks_of(dist: Any, of: ProcessGroup | None) -> list[int]:
-    """The numbers by which torch.distributed knows the ranks of the group, by rank.
+    """The numbers of the group's ranks in torch.distributed, by rank.
 
     :raises InvalidInput: it is no group of torch.distributed, or this process is not in it.
     """
@@ -430,7 +403,7 @@ def _ranks_of(dist: Any, of: ProcessGroup | None) -> list[int]:
 
 
 def _store(dist: Any, ranks: list[int]) -> Any:
-    """Where these ranks, and no group that was made before, tell each other their addresses."""
+    """The store in which these ranks exchange their addresses. No earlier group has used it."""
     made = _made.setdefault(dist.group.WORLD, Counter())
     made[tuple(ranks)] += 1
     digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()
@@ -454,8 +427,7 @@ def _as_tensor(view: memoryview) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_ubyte * view.nbytes).from_address(address), dtype=torch.uint8)
 
 
-# Something that several ranks do together: a rank that fails says so at the next meeting, and all
-# ranks raise.
+# A task of several ranks: a rank that fails reports it in the next collective call, and all raise.
 
 
 _CHARACTERS = 4 << 10
@@ -463,15 +435,15 @@ _END = b"at the end"
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: that it failed, or its part of the exchange."""
+    """A message of one rank to all others: its error, or its part of the exchange."""
 
     failure: Failure | None = None
     body: bytes = b""
 
 
 class CollectiveCall:
-    """One thing that the ranks of a group do together; ``what`` names it, as in "could not …".
-    Collective, on the training threads."""
+    """One task that the ranks of a group do together. ``what`` completes "could not …". Collective,
+    on the training threads."""
 
     def __init__(self, group: Group, what: str) -> None:
         self.group, self._what = group, what
@@ -481,8 +453,8 @@ class CollectiveCall:
     def synchronized(self) -> Iterator[None]:
         """The block that all ranks run; it ends once all of them have finished it.
 
-        :raises DatastatesError: this rank's own error, as it is; or that of the first rank that
-            failed, with its number.
+        :raises DatastatesError: this rank's own error, as it is; or the error of the first rank
+            that failed, with its number.
         """
         with self.reporting_errors():
             yield
@@ -490,8 +462,8 @@ class CollectiveCall:
 
     @contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """The block before a meeting: an error in it is told to the other ranks at the meeting,
-        and then raised here as it is."""
+        """A block before ``meet``. An error in it is sent to the other ranks, and then raised here
+        as it is."""
         try:
             yield
         except Exception as exc:
@@ -501,11 +473,11 @@ class CollectiveCall:
             raise
 
     def meet(self, body: bytes = b"") -> list[bytes]:
-        """What every rank says, once all are here and none has failed."""
+        """The ``body`` of every rank, once all have called this and none has failed."""
         try:
             said = self._exchange(_Message(body=body))
         except BaseException:
-            self._is_over = True  # no rank is left to be told
+            self._is_over = True  # no rank is left that could get it
             raise
         for rank, each in enumerate(said):
             if each.failure is not None:
@@ -518,10 +490,10 @@ class CollectiveCall:
         return [each.body for each in said]
 
     def end(self, error: str | None = None) -> dict[int, str]:
-        """Wait until all ranks reach the end; returns, by rank, what those that failed say.
+        """Wait until all ranks reach the end; returns the errors of the ranks that failed.
 
-        A rank that failed arrives before the others: it repeats its error wherever they meet, until
-        all are here.
+        A rank that failed arrives first. It repeats its error in every collective call of the other
+        ranks, until all are here.
         """
         own = _Message(
             None if error is None else Failure(DatastatesError.kind, _shortened(error)), _END
@@ -552,13 +524,13 @@ def _described(error: Exception) -> Failure:
 
 
 def _shortened(text: str) -> str:
-    """The beginning of a text, and its end, where a traceback says where the error was raised."""
+    """The beginning of a text, and its end, where a traceback has the line that raised."""
     half = _CHARACTERS // 2
     return text if len(text) <= _CHARACTERS else f"{text[:half]}\n…\n{text[-half:]}"
 
 
 def _decoded(said: bytes) -> _Message | None:
-    """What a rank says in a meeting; None if the bytes are an exchange of another form."""
+    """The message of a rank; None if the bytes are an exchange of another form."""
     try:
         return msgspec.msgpack.decode(said, type=_Message)
     except msgspec.DecodeError:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from datastates.policy.auto import Auto
@@ -20,8 +21,8 @@ __all__ = ["BackPressure", "Config", "Data", "OnFailure", "parse_bytes"]
 
 
 class BackPressure(StrEnum):
-    """What a capture does when the arena has no room: wait, skip itself, or give up the oldest
-    waiting write."""
+    """The reaction of a capture to a full memory: wait, skip itself, or give up the oldest waiting
+    write."""
 
     WAIT = "wait"
     SKIP = "skip"
@@ -29,8 +30,8 @@ class BackPressure(StrEnum):
 
 
 class OnFailure(StrEnum):
-    """What a training does when its states cannot be written because the disk is full, failing
-    or gone: continue and write them later, or raise the error at its next capture."""
+    """The reaction of a training to a disk that is full, failing or gone: continue and write the
+    states later, or raise the error at its next capture."""
 
     CONTINUE = "continue"
     RAISE = "raise"
@@ -83,30 +84,31 @@ class Config:
 
     - ``memory_bytes``: the budget of the arena, for staging and kept states together (plain values
       and manifests count), in bytes or as ``"2G"``. None keeps as many states as ``policy.keeping``
-      says; states that may not leave then take at most a quarter of the memory that is available
-      when the arena is made.
-    - ``memory_latest``: how many of its newest states each training keeps in memory; None: as many
-      as fit. Older ones leave memory at the next capture, unless a ref names them or they are about
-      to be written.
+      computes. States that may not leave memory then take at most a quarter of the memory that is
+      available when the arena is made.
+    - ``memory_latest``: how many of its newest states each training keeps in memory. None keeps as
+      many as fit. Older ones leave memory at the next capture, unless a ref names them or they are
+      about to be written.
     - ``device_bytes``: how much memory of each device the copies of the newest states may take
       there, in bytes or as ``"2G"``. Updates then do not wait for a copy to the host, and
       ``run.guard`` and restores go back without the host. 0 keeps no copies.
-    - ``cadence``: which states are written by themselves, as a policy (``datastates.Auto``,
+    - ``cadence``: which states are written automatically, as a policy (``datastates.Auto``,
       ``Cadence``, ``CheckFreq``, …, joined by ``|``) or its text. ``"auto"`` writes every state
       while that costs little, and else states at even distances.
     - ``durable_every``: every n-th capture of a tracker is written, so 5 writes captures 5, 10, 15
-      and so on. ``durable_interval_s``: the newest state is written at most this often; None:
-      nothing is written by itself, or only what ``durable_every`` says. Each of the two turns
+      and so on. ``durable_interval_s``: the newest state is written at most this often. None
+      writes no state automatically, or only those of ``durable_every``. Each of the two turns
       ``"auto"`` off. Give them, or ``cadence``.
     - ``retention``: which durable states keep their bytes (``datastates.Retention``, or its text).
     - ``back_pressure``: what a capture does when memory is full.
-    - ``on_failure``: whether a training goes on (``continue``) when nothing can be written, or gets
-      an error (``raise``).
+    - ``on_failure``: whether a training continues (``continue``) or gets an error (``raise``) when
+      nothing can be written.
     - ``write_bytes_per_s``: the fastest rate at which states are written to disk, in bytes or as
-      ``"50M"``. What is left when a training or the repository is closed is written at full speed.
-    - ``direct_io``: whether packs are written past the page cache; None tries it and falls back.
-    - ``verify``: whether each chunk that is read is compared with its digest, unless the call says
-      otherwise. Without it restores are faster, and damage goes unnoticed.
+      ``"50M"``. The remaining states of a training or repository that is closed are written at
+      full speed.
+    - ``direct_io``: whether packs are written past the page cache. None tries it and falls back.
+    - ``verify``: whether each chunk that is read is compared with its digest, unless the
+      call has its own ``verify``. Without it restores are faster, and damage goes unnoticed.
     - ``data``: what carries the bytes of clones.
     - ``processors``: your own steps, called with every state that is captured or merged
       (``datastates.Processor``).
@@ -116,7 +118,7 @@ class Config:
     - ``group_patience_s``: how long a state of several ranks waits for a part that a rank does not
       report before it is given up.
     - ``on_step``: called with a name after each durable step (see ``storage.local``), on the
-      thread that took it; for tests and traces.
+      thread that took it, for tests and traces.
     - ``trace``: a file for Perfetto that shows when each thread captured, copied, digested,
       recorded and wrote which state. It is written when the repository is closed; ``{pid}`` in its
       name is replaced by the process id.
@@ -142,54 +144,41 @@ class Config:
     device_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._set(
-            "memory_bytes",
-            (
-                None
-                if self.memory_bytes is None
-                else values.size(self.memory_bytes, "memory_bytes", least=1)
-            ),
-        )
-        self._set(
-            "memory_latest",
-            (
-                None
-                if self.memory_latest is None
-                else values.positive(self.memory_latest, "memory_latest")
-            ),
-        )
-        self._set("device_bytes", values.size(self.device_bytes, "device_bytes"))
-        rate = self.write_bytes_per_s
-        self._set(
-            "write_bytes_per_s",
-            None if rate is None else values.size(rate, "write_bytes_per_s", least=1 << 16),
-        )
-        self._set("group_patience_s", values.seconds(self.group_patience_s, "group_patience_s"))
+        checks: dict[str, values.Check] = {
+            "memory_bytes": values.optional(partial(values.size, least=1)),
+            "memory_latest": values.optional(values.positive),
+            "device_bytes": values.size,
+            "write_bytes_per_s": values.optional(partial(values.size, least=1 << 16)),
+            "group_patience_s": values.seconds,
+            "verify": values.flag,
+            "direct_io": values.optional(values.flag),
+        }
+        checked = {name: check(getattr(self, name), name) for name, check in checks.items()}
         # a text is refused
         parts = Cadence(self.durable_every, None if self._is_unset else self.durable_interval_s)  # type: ignore[arg-type]
-        self._set("durable_every", parts.every)
-        self._set("durable_interval_s", "auto" if self._is_unset else parts.interval_s)
-        self._set("cadence", policy(self.cadence))
-        if not (isinstance(self.cadence, Auto) or (self.durable_every is None and self._is_unset)):
+        cadence = policy(self.cadence)
+        if not (isinstance(cadence, Auto) or (parts.every is None and self._is_unset)):
             raise InvalidInput(_TWICE)
-        self._set("back_pressure", values.choice(self.back_pressure, BackPressure, "back_pressure"))
-        self._set("on_failure", values.choice(self.on_failure, OnFailure, "on_failure"))
-        self._set("data", values.choice(self.data, Data, "data"))
-        self._set("verify", values.flag(self.verify, "verify"))
-        if self.direct_io is not None:
-            self._set("direct_io", values.flag(self.direct_io, "direct_io"))
         if self.on_step is not None and not callable(self.on_step):
             raise InvalidInput(
                 f"on_step is {values.shown(self.on_step)}: give a function that takes the name of a"
                 " step"
             )
-        self._set(
-            "trace",
-            None if self.trace is None else os.path.abspath(values.path(self.trace, "trace")),
-        )
-        self._set("retention", retention_of(self.retention))
-        self._set("processors", _checked(self.processors))
-        self._set("tiers", _listed(self.tiers))
+        trace = self.trace
+        checked |= {
+            "durable_every": parts.every,
+            "durable_interval_s": "auto" if self._is_unset else parts.interval_s,
+            "cadence": cadence,
+            "back_pressure": values.choice(self.back_pressure, BackPressure, "back_pressure"),
+            "on_failure": values.choice(self.on_failure, OnFailure, "on_failure"),
+            "data": values.choice(self.data, Data, "data"),
+            "trace": None if trace is None else os.path.abspath(values.path(trace, "trace")),
+            "retention": retention_of(self.retention),
+            "processors": _checked(self.processors),
+            "tiers": _listed(self.tiers),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def cadence_with(
         self,
@@ -232,9 +221,6 @@ class Config:
             isinstance(self.durable_interval_s, str)
             and str.__str__(self.durable_interval_s) == "auto"
         )
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:

@@ -54,7 +54,7 @@ __all__ = [
 class DatastatesError(Exception):
     """The base class; catch it to catch everything that datastates raises on purpose.
 
-    Where many things fail for one reason, ``trouble`` names that reason: errors with the same
+    ``trouble`` names the reason if many things fail for one reason. Errors with the same
     ``trouble`` report the same problem.
     """
 
@@ -76,7 +76,7 @@ class DatastatesError(Exception):
 
 
 class InvalidInput(DatastatesError, ValueError):
-    """The caller's argument is wrong; the message says what would be right."""
+    """The caller's argument is wrong. The message has the right form."""
 
     kind = "invalid-input"
 
@@ -194,8 +194,8 @@ class PeerFault(DatastatesError):
 
 
 class Disconnected(Unavailable, ConnectionError):
-    """A peer died, stopped answering, or cannot be reached; the message says which, and how long
-    we waited for it."""
+    """A peer died, stopped answering, or cannot be reached; the message names it, and how long we
+    waited."""
 
     kind = "disconnected"
 
@@ -216,7 +216,7 @@ class Cancelled(DatastatesError):
 
 
 class OverBudget(Unavailable):
-    """Something does not fit the memory budget; the message says how much is needed."""
+    """Something does not fit the memory budget. The message has the needed bytes."""
 
     kind = "over-budget"
 

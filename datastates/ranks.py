@@ -7,13 +7,13 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from datastates.lineage.query import names, walk
 from datastates.lineage.states import State
-from datastates.maintenance.core import AnyRepository, Core, Opened
+from datastates.maintenance.core import AnyRepository, Core
 from datastates.maintenance.environment import network_id
 from datastates.state.adapters import given_objects
 from datastates.storage.parallel_read import open_shared
@@ -29,27 +29,12 @@ from . import collective, values
 from .collective import AnyGroup, CollectiveCall, Group
 from .errors import Corrupt, InvalidInput, Unavailable
 
+if TYPE_CHECKING:
+    from .repository import Repository
+
 __all__ = ["Group", "MPIGroup", "SoloGroup", "TorchGroup", "find", "latest", "using"]
 
 _LOOPBACK = "127.0.0.1"
-
-
-class Closes(Protocol):
-    """The server of a state while the other ranks clone it."""
-
-    @property
-    def url(self) -> str:
-        """The url at which it serves."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-class Serving(Opened, Protocol):
-    """A repository, as ``datastates.open`` returns it, which can serve its states."""
-
-    def serve(self, url: str, *, token: str, timeout_s: float, data: str | None) -> Closes:
-        """Begin to serve."""
 
 
 class _Invitation(msgspec.Struct, frozen=True):
@@ -67,7 +52,7 @@ class _Broadcasting(collective.Group):
 
     def broadcast(
         self,
-        repo: Serving,
+        repo: Repository,
         rev: str | State,
         *,
         root: int = 0,
@@ -107,7 +92,7 @@ class _Broadcasting(collective.Group):
 
     def _give(
         self,
-        repo: Serving,
+        repo: Repository,
         rev: str | State,
         *,
         is_one_host: bool,
@@ -127,7 +112,7 @@ class _Broadcasting(collective.Group):
             invitation = _Invitation(
                 server.url if server is not None else "", token, state.uid, state.world_size
             )
-        except Exception as exc:  # whatever it is, the others must not wait for ever
+        except Exception as exc:  # after any error, the other ranks must not wait for ever
             self.exchange(msgspec.msgpack.encode(_Invitation(failure=describe(exc))))
             raise
         try:
@@ -139,7 +124,7 @@ class _Broadcasting(collective.Group):
 
     def _take(
         self,
-        repo: Serving,
+        repo: Repository,
         into: Mapping[str, object],
         *,
         root: int,
@@ -162,7 +147,7 @@ class _Broadcasting(collective.Group):
         return cloned
 
     def _agree(self, error: BaseException | None, root: int) -> None:
-        """Wait for every rank, and raise this rank's error, or say which other one failed."""
+        """Wait for every rank, and raise this rank's error, or an error that names another one."""
         outcomes = self.exchange(
             b"" if error is None else f"{type(error).__name__}: {error}".encode()[:10_000]
         )
@@ -181,8 +166,8 @@ class _Broadcasting(collective.Group):
 
 
 class SoloGroup(_Broadcasting, collective.SoloGroup):
-    """One process by itself, so that the same script runs without ``mpiexec``; there is no other
-    rank to broadcast to."""
+    """A single process, so that the same script runs without ``mpiexec``. There is no other rank to
+    broadcast to."""
 
 
 class MPIGroup(_Broadcasting, collective.MPIGroup):
@@ -193,17 +178,13 @@ class MPIGroup(_Broadcasting, collective.MPIGroup):
 
 
 class TorchGroup(_Broadcasting, collective.TorchGroup):
-    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective
-    among these ranks.
+    """The ranks of torch.distributed, or of its group ``of``. Making one is collective among these
+    ranks.
 
     :raises InvalidInput: torch.distributed is not initialised, or ``of`` is not one of its groups,
         or this process is not in it.
     :raises Unavailable: a rank did not come, or cannot be connected to.
     """
-
-
-# The newest state of a branch that is whole: the ranks of a job together read and check every
-# part.
 
 
 _logger = logging.getLogger(__name__)
@@ -213,11 +194,11 @@ _logger = logging.getLogger(__name__)
 def latest(
     repo: AnyRepository, branch: values.Text = "main", *, group: AnyGroup | None = None
 ) -> State:
-    """The newest state of a branch of which every part verifies, read anew. Collective: each rank
+    """The newest state of a branch of which every part verifies, read again. Collective: each rank
     reads its share, and all get the same state.
 
-    If a part is damaged, cannot be reached by any rank, or does not fit the others, all ranks go on
-    to the state before it.
+    If a part is damaged, cannot be reached by any rank, or does not fit the other
+    parts, all ranks check the state before it.
 
         state = datastates.ranks.latest(repo)
         run = repo.track(branch=f"from-{state.step}", start=state, model=model, optimizer=optimizer)
@@ -277,7 +258,7 @@ def _older(core: Core, state: State) -> str:
 def _missing(core: Core, state: State, ranks: Ranks) -> set[int]:
     """The parts that verify nowhere.
 
-    One rank reads each part; the others read it only if that rank cannot."""
+    One rank reads each part. All other ranks read it only if that rank cannot."""
     parts = set(range(state.world_size))
     mine = {part for part in parts if part % ranks.size == ranks.rank}
     left = parts - _told(_sound(core, state, mine), ranks)
@@ -314,7 +295,7 @@ def _is_sound(core: Core, state: State, part: int) -> bool:
     try:
         with core.tiers.open_part(state, part)[0] as reader:
             reader.verify()
-    except Exception as exc:  # whatever it is, the others wait for what this rank finds
+    except Exception as exc:  # after any error, the other ranks wait for this rank's result
         _logger.info(
             "state %s: part %d does not verify here: %s: %s",
             state.uid[:10],

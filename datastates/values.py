@@ -485,8 +485,8 @@ def patterns(value: object, what: str = "only") -> list[str] | None:
 def revision(value: object, what: str = "the revision") -> str:
     """A revision as text: a text stays as it is, a state becomes its uid.
 
-    :raises InvalidInput: it is neither. None means that there is no state yet, and the message says
-        so.
+    :raises InvalidInput: it is neither. None means that there is no state yet, and has its
+        own message.
     """
     if value is None:
         raise InvalidInput("there is no state to name yet: capture one first")

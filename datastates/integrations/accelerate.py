@@ -94,7 +94,6 @@ def track(
     :raises Unsupported: DeepSpeed, FSDP, Megatron-LM or XLA divides the training among processes.
     """
     _check(accelerator, repo)
-    _refuse_what_is_divided(accelerator)
     prepared, besides = _prepared(accelerator), values.named(objects or {}, "objects")
     if not prepared:
         raise InvalidInput(
@@ -142,7 +141,6 @@ class _Own:
         self.run: Tracker | None = None
 
     def state_dict(self) -> dict[str, object]:
-        """Plain values."""
         if self._is_whole and self.run is not None and not self._accelerator.sync_gradients:
             raise Unsupported(
                 f"{self._accelerator.num_processes} processes accumulate gradients, each its own,"
@@ -206,9 +204,6 @@ def _check(accelerator: object, repo: object) -> None:
             f"the Accelerator of Accelerate {installed.__version__} has no {missing[0]}: datastates"
             " was tested with 1.15; install that"
         )
-
-
-def _refuse_what_is_divided(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise Unsupported(

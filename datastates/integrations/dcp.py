@@ -207,7 +207,6 @@ class _Place:
 
     @contextmanager
     def core(self, *, must_exist: bool = False) -> Iterator[Core]:
-        """The open repository."""
         if self._core is not None:
             yield self._core
         elif self._folder is None:
@@ -367,7 +366,6 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is an address."""
         return is_address(checkpoint_id)
 
 
@@ -489,7 +487,6 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is an address."""
         return is_address(checkpoint_id)
 
 

@@ -50,7 +50,6 @@ class TrainingFacts:
 
     @classmethod
     def of(cls, tracker: Tracker) -> TrainingFacts:
-        """The facts about a training."""
         training = tracker.training
         run, start = training.run, tracker.resumed_from
         return cls(

@@ -125,15 +125,21 @@ def opened(folder: str, *, must_exist: bool = False) -> Iterator[Repository]:
         with _lock:
             kept.users -= 1
             if not kept.users:
-                _close_later(kept)
+                kept.timer = threading.Timer(IDLE_S, close_unused, [kept])
+                kept.timer.name = "idle-repository"
+                kept.timer.daemon = True
+                kept.timer.start()
 
 
-def close_unused() -> None:
-    """Close every repository that is not in use."""
+def close_unused(only: _OpenRepository | None = None) -> None:
+    """Close every repository that is not in use, or ``only`` this one."""
     with _lock:
         for key, kept in list(_kept.items()):
-            if not kept.users:
-                _close(key, kept)
+            if not kept.users and only in (None, kept):
+                del _kept[key]
+                if kept.timer is not None:
+                    kept.timer.cancel()
+                kept.repository.close()
 
 
 def _take(root: Path) -> _OpenRepository:
@@ -163,31 +169,6 @@ def _key(root: Path) -> _Key | None:
     except OSError:
         return None
     return str(root), found.st_dev, found.st_ino
-
-
-def _close_later(kept: _OpenRepository) -> None:
-    kept.timer = threading.Timer(IDLE_S, _close_idle, [kept])
-    kept.timer.name = "idle-repository"
-    kept.timer.daemon = True
-    kept.timer.start()
-
-
-def _close_idle(kept: _OpenRepository) -> None:
-    with _lock:
-        for key, each in list(_kept.items()):
-            if each is kept and not kept.users:
-                _close(key, kept)
-
-
-def _close(key: _Key, kept: _OpenRepository) -> None:
-    del _kept[key]
-    if kept.timer is not None:
-        kept.timer.cancel()
-    kept.repository.close()
-
-
-# ``save`` and ``load``, shaped like ``torch.save`` and ``torch.load``: a file becomes a state of
-# a branch.
 
 
 _STEPS = ("step", "global_step")

@@ -65,14 +65,14 @@ class TensorboardLog(MetricsLog):
     def _resume(self, id: str, facts: TrainingFacts) -> bool:
         if facts.start is None or not (self._folder / id).is_dir():
             return False
-        self.writer = _writer(self._folder / id, purge_step=facts.start.step + 1)
+        self.writer = SummaryWriter(str(self._folder / id), purge_step=facts.start.step + 1)
         return True
 
     def _begin(self, facts: TrainingFacts) -> str:
         id = facts.branch
         if (self._folder / id).exists():  # of a branch that had this name before
             id = f"{id}-{facts.run[:8]}"
-        self.writer = _writer(self._folder / id)
+        self.writer = SummaryWriter(str(self._folder / id))
         return id
 
     def _describe(self, facts: TrainingFacts, parent: str | None) -> None:
@@ -100,10 +100,6 @@ class TensorboardLog(MetricsLog):
             self.writer.flush()
         else:
             self.writer.close()
-
-
-def _writer(folder: Path, purge_step: int | None = None) -> SummaryWriter:
-    return SummaryWriter(str(folder), purge_step=purge_step)
 
 
 def _table(described: Mapping[str, object]) -> str:

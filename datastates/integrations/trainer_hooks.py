@@ -232,9 +232,10 @@ class Hooks:
     """Hooks over the methods of ``trainer``. Each method still does its work, and only that while
     the Trainer does not have the callback. Everything belongs to the training thread.
 
-    ``trainer_state`` is where the Trainer should begin, in the form of its own file; None if it
-    begins from nothing. ``rng`` holds the random numbers of the restored state until the loop has
-    reached the place where it was captured. ``folder`` is the checkpoint's folder in its place.
+    ``trainer_state`` is where the Trainer should begin, in the form of its ``trainer_state.json``.
+    None: it begins from nothing. ``rng`` holds the random numbers of the restored state until the
+    loop has reached the place where it was captured. ``folder`` is the checkpoint's folder in its
+    place.
     """
 
     def __init__(self, trainer: Any, callback: DatastatesCallback) -> None:
@@ -249,7 +250,7 @@ class Hooks:
         self.trainer_state: dict[str, Any] | None = None
         self.place: dict[str, Any] = {}
         self.rng: dict[str, object] | None = None
-        self._replay: tuple[Any, dict[str, Any]] | None = None
+        self._replay: dict[str, Any] | None = None
         self._replayed: Iterator[Any] | None = None
         self._stands_for: object = None
         self._begun_after = 0
@@ -351,7 +352,9 @@ class Hooks:
         if self.callback.is_reseeded:
             for part in () if place.get("place") else parts_of(loader):
                 # an epoch that had begun ends in its order
-                put_mark(part, {"initial_seed": self._seed})
+                args = self.trainer.args
+                seed = args.seed if args.data_seed is None else args.data_seed
+                put_mark(part, {"initial_seed": int(seed)})
         else:
             loop.turn.recall(place.get("left", {}))
         for part in (
@@ -363,12 +366,7 @@ class Hooks:
         batches, self._begun_after = self._begun_after, 0
         loop.turn.watch(batches)
         if batches and self.callback.replay and place.get("form") == loop.form:
-            self._replay = (loader, place)
-
-    @property
-    def _seed(self) -> int:
-        args = self.trainer.args
-        return int(args.seed if args.data_seed is None else args.data_seed)
+            self._replay = place
 
     def end_epoch(self, control: Any) -> None:
         """Called when an epoch is over. Later states resume with the next epoch, unless the
@@ -392,8 +390,9 @@ class Hooks:
     def _next_batches(self, own: Any, batches: Any, *args: Any, **options: Any) -> Any:
         loop = self.callback.loop
         if self._replay is not None:
-            self._stands_for, (loader, place) = batches, self._replay
-            self._replay, self._replayed = None, self._read_again(loader, place)
+            self._stands_for = batches
+            place, self._replay = self._replay, None
+            self._replayed = self._read_again(place)
         if loop.turn is None:
             return own(batches, *args, **options)
         loop.before = (loop.turn.batches, RngState().state_dict())
@@ -404,7 +403,7 @@ class Hooks:
         loop.turn.batches += len(found[0])
         return found
 
-    def _read_again(self, loader: Any, stored: dict[str, Any]) -> Iterator[Any]:
+    def _read_again(self, stored: dict[str, Any]) -> Iterator[Any]:
         """The remaining batches of the epoch, the same as without a stop: the earlier batches are
         read again, with their random numbers.
 

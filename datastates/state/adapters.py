@@ -112,7 +112,6 @@ class Adapted:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Every tracked optimizer."""
         return [found for _, found in parts(self.objects) if isinstance(found, Optimizer)]
 
     @property
@@ -144,7 +143,14 @@ class Adapted:
             tree[OWN_BUFFERS] = kept
             self.lasting.append(kept)
         if self.has_gradients:
-            tree[GRADIENTS] = {path: _gradients_of(model) for path, model in walk.trees}
+            tree[GRADIENTS] = {
+                path: {
+                    name: leaf.grad
+                    for name, leaf in model.items()
+                    if isinstance(leaf, nn.Parameter) and leaf.grad is not None
+                }
+                for path, model in walk.trees
+            }
         if left := {
             path: "\n".join(sorted(model.left_out))
             for path, model in self.models()
@@ -219,7 +225,6 @@ class Adapted:
         return model
 
     def models(self) -> list[tuple[str, ModelState]]:
-        """The tracked modules by path."""
         return [
             (path, self.model_state(path, found))
             for path, found in parts(self.objects)
@@ -320,7 +325,6 @@ class _Walk:
         self.generators: list[tuple[dict[str, object], object]] = []
 
     def tree_of(self, path: str, found: Any) -> object:
-        """``found`` as a plain tree."""
         if self._is_shared and is_own(found):
             return PerRank(self._tree_of(path, found))
         return self._tree_of(path, found)
@@ -504,11 +508,6 @@ def _later(waiting: list[tuple[dict[str, object], Any]], found: object) -> dict[
 def _by_id(tree: OrderedDict[str, object]) -> dict[int, str]:
     # Backwards, so that a tied parameter has the first of its names.
     return {id(tree[name]): name for name in reversed(tree)}
-
-
-def _gradients_of(tree: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    parameters = ((name, leaf) for name, leaf in tree.items() if isinstance(leaf, nn.Parameter))
-    return {name: leaf.grad for name, leaf in parameters if leaf.grad is not None}
 
 
 # --- Values among tracked objects: a restore returns new ones ---

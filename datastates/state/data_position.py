@@ -25,7 +25,7 @@ from .adapters import has_state
 from .encoding import encode_values, pack
 from .generators import RngState, is_generator, numpy_state, python_state
 from .loaders import data_within, is_ordered_by_epoch, set_epoch
-from .passes import Pass
+from .passes import Pass, warn_once
 from .per_rank import part_of, put_back
 from .sampler import PermutationSampler
 from .tree import join
@@ -62,7 +62,7 @@ class Loops:
         self._last: list[Pass] = []
         self._captured_bare: int | None = None
         self._captured_over: int | None = None
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._aside: list[Pass] = []
         self._counts: dict[int, int] = {}
         self._resumed_at: dict[int, int] = {}
@@ -74,7 +74,6 @@ class Loops:
         return self._counting is not None
 
     def state_dict(self) -> dict[str, object]:
-        """Plain values; small."""
         self._note_counts(self._passes)
         return {**self._state(), "counts": {**self._counts}} if self._counts else self._state()
 
@@ -194,7 +193,8 @@ class Loops:
     def count(self, epochs: int, *, is_resumed: bool) -> Iterator[int]:
         """The epochs that are left of ``epochs``, beginning with an unfinished one."""
         if is_resumed and self._is_lost:
-            self._warn(
+            warn_once(
+                self._warned,
                 "lost",
                 "the state does not say which epoch it is of: run.epochs begins with epoch 0",
             )
@@ -276,7 +276,8 @@ class Loops:
                 and resumed_at
                 and (count == usual or (each.resumed_at and each.batches > usual))
             ):
-                self._warn(
+                warn_once(
+                    self._warned,
                     "count",
                     f"a pass of run.steps that was resumed after {resumed_at} batches has more than"
                     f" the {usual} after which others were left: islice, zip and enumerate count"
@@ -321,7 +322,7 @@ class Loops:
             source,
             lambda part: id(part) in ids,
             tracked,
-            self._said,
+            self._warned,
             limit=limit,
             is_checked=is_checked,
         )
@@ -353,7 +354,8 @@ class Loops:
         self.is_used = self._has_passes = True
         if self.is_counting:
             if self._captured_bare == self.epoch:
-                self._warn(
+                warn_once(
+                    self._warned,
                     "bare",
                     f"a capture before run.steps in epoch {self.epoch} says that the epoch is over:"
                     " capture in its body, or after",
@@ -365,7 +367,8 @@ class Loops:
                 and self._passes
                 and all(each.is_over for each in self._passes)
             ):
-                self._warn(
+                warn_once(
+                    self._warned,
                     "by hand",
                     "this training was resumed, and run.steps begins its data again: `for epoch in"
                     " range(n)` counts from 0 again; loop over run.epochs(n), which goes on in the"
@@ -398,7 +401,8 @@ class Loops:
         self._aside.remove(turn)
         self._add(turn)
         if self.is_counting and not turn.spans and not turn.is_outside:
-            self._warn(
+            warn_once(
+                self._warned,
                 "spans",
                 f"a pass of run.steps that began within an epoch goes on in epoch {self.epoch}: a"
                 " training that is resumed from the end of the epoch in which it began begins it"
@@ -457,18 +461,14 @@ class Loops:
 
     def _note_bare_capture(self) -> None:
         if self._captured_bare == self.epoch:
-            self._warn(
+            warn_once(
+                self._warned,
                 "twice",
                 f"two captures in epoch {self.epoch} without run.steps: each says that the epoch is"
                 " over; loop over run.steps(loader), so that a state within an epoch knows its"
                 " place",
             )
         self._captured_bare = self.epoch
-
-    def _warn(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            _logger.warning("%s", text)
 
 
 def _is_within(going: list[Mapping[str, Any]]) -> bool:
@@ -661,12 +661,10 @@ class _Seeds:
         self._count = 0
 
     def next(self) -> int:
-        """The next seed of 63 bits."""
         self._count += 1
         return int.from_bytes(self._hasher.digest(8, seek=64 * self._count), "little") >> 1
 
     def words(self) -> list[int]:
-        """The next 256 bits."""
         self._count += 1
         return [
             int(word)

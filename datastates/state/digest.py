@@ -303,7 +303,6 @@ _T = TypeVar("_T", Manifest, Places)
 
 
 def wrap(version: int, body: bytes, form: int = _PLAIN) -> bytes:
-    """A frame."""
     wrapped = _HEAD.pack(_MAGIC, version, form, len(body)) + body
     return wrapped + blake3(wrapped).digest()
 

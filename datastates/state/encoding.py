@@ -198,7 +198,6 @@ def register_encoder(
 
 
 def encoder_of(kind: type[Any]) -> Encoder | None:
-    """The encoder registered for exactly this type."""
     return _BY_TYPE.get(kind)
 
 
@@ -219,7 +218,6 @@ def encoder_named(name: str) -> Encoder:
 
 
 def encode_values(values: list[Packed]) -> bytes:
-    """Packed values as MessagePack."""
     return msgspec.msgpack.encode(values)
 
 

@@ -330,7 +330,6 @@ def _add_corners(
 
 
 def _spec_of(spec: TensorSpec, shard: Shard) -> TensorSpec:
-    """The shard as a separate tensor."""
     return msgspec.structs.replace(
         spec, shape=shard.shape, strides=dense_strides(shard.shape, spec.strides)
     )

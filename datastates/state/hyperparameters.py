@@ -131,7 +131,6 @@ class ScriptOptions:
         return bool(self._optimizers or self._schedulers)
 
     def now(self) -> Facts:
-        """The present hyperparameters."""
         found: Facts = {}
         for path, optimizer in self._optimizers.items():
             found |= _of_groups(path, optimizer, optimizer.param_groups)

@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -123,14 +123,10 @@ class _PlacedTarget:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._image: _Image | None = None
 
-    @property
+    @cached_property
     def image(self) -> _Image:
-        """The bytes. They are made at the first call."""
-        if self._image is None:
-            self._image = _image_of(self.target)
-        return self._image
+        return _image_of(self.target)
 
     def differs_from(self, other: _PlacedTarget) -> bool:
         """Whether the memory cannot hold both."""
@@ -224,7 +220,6 @@ def _image(
 
 
 def _is_one(one: Target, other: Target) -> bool:
-    """Whether both become the same stored tensor."""
     if one.stored is other.stored:
         return True
     key = memory_key(one.stored) if _are_plain(one, other) else None

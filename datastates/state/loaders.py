@@ -320,15 +320,10 @@ def progress_of(part: Any) -> object:
     if isinstance(part, PermutationSampler):
         return part.epoch, part.position
     if isinstance(part, DataLoader):
-        return getattr(part, "_iterator", None), _handed_out_by(part)
+        # torch's and torchdata's loaders count the batches of their pass
+        iterator = getattr(part, "_iterator", None)
+        return iterator, getattr(iterator, "_num_yielded", 0)
     return None
-
-
-def _handed_out_by(loader: DataLoader[Any]) -> int:
-    """How many batches a loader has handed out in its pass, as torch's and torchdata's loaders
-    count. 0 if there is no count."""
-    count = getattr(getattr(loader, "_iterator", None), "_num_yielded", 0)
-    return count if isinstance(count, int) else 0
 
 
 def _who_fetches(loader: DataLoader[Any]) -> str:

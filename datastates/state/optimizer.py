@@ -216,7 +216,14 @@ class OptimizerState:
         and ``labels``) change.
         """
         seen = _look(self.optimizer)
-        if seen is not None and self._is_as_it_was(seen, trees, labels):
+        if (
+            seen is not None
+            and self._seen is not None
+            and self._trees is not None
+            and labels == self._labels
+            and self._trees.is_same_as(trees)
+            and self._seen.is_same_as(seen)
+        ):
             return {
                 "state": self._state,
                 "param_groups": _groups(self.optimizer, self._names),
@@ -229,13 +236,6 @@ class OptimizerState:
         tree = optimizer_tree(self.optimizer, self._names)
         self._state = tree["state"] if seen is not None else None
         return tree
-
-    def _is_as_it_was(self, seen: Members, trees: Members, labels: object) -> bool:
-        if self._seen is None or self._trees is None:
-            return False
-        return (
-            labels == self._labels and self._trees.is_same_as(trees) and self._seen.is_same_as(seen)
-        )
 
     @property
     def lasting(self) -> list[object]:
@@ -752,7 +752,6 @@ def set_option(group: dict[str, Any], key: str, stored: Any) -> None:
 
 
 def _all(rows: Names) -> dict[str, None]:
-    """Every name once, in order."""
     return dict.fromkeys(name for row in rows for name in row)
 
 

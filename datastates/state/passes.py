@@ -80,17 +80,22 @@ class Pass:
         source: Iterable[Any],
         is_tracked: Callable[[object], bool],
         tracked: Iterable[object],
-        said: set[str] | None = None,
+        warned: set[str] | None = None,
         *,
         limit: int | None = None,
         is_checked: bool = True,
     ) -> None:
         self._source, self._tracked = source, tracked
-        self._said = set() if said is None else said
+        self._warned = set() if warned is None else warned
         self._parts = parts_of(source)
         keepers = [part for part in self._parts if is_tracked(part)]
-        if not is_tracked(source):
-            _refuse_wrapper(source)
+        if not is_tracked(source) and (wrapped := wrapped_by(source)) is not None:
+            name = type(wrapped).__name__
+            raise InvalidInput(
+                f"{type(source).__name__} wraps a {name}, whose place in the data would be lost:"
+                f" pass the {name} itself to run.steps, and wrap what that returns, as in"
+                " tqdm(run.steps(loader))"
+            )
         self._loader = source if isinstance(source, DataLoader) else None
         self._kind = kind_of(source, keepers, self._loader)
         self._sampler = next(
@@ -133,7 +138,8 @@ class Pass:
         self.is_over = self.is_left = self.is_outside = self.spans = self.is_noted = False
         is_within = holds_begun_iterator(source)
         if is_within or (self._kind is Kind.ONCE and not isinstance(source, GeneratorType)):
-            self._warn(
+            warn_once(
+                self._warned,
                 "an iterator",
                 "run.steps is given"
                 f" {type(source).__name__}{' around an iterator' if is_within else ''}, whose place"
@@ -365,7 +371,6 @@ class Pass:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether another pass can be begun."""
         return self._kind is not Kind.ONCE
 
     def _is_used_up(self) -> bool:
@@ -424,17 +429,12 @@ class Pass:
                 )
         self._hidden = []
 
-    def _warn(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            _logger.warning("%s", text)
-
     @property
     def _compares(self) -> bool:
         """Whether to look for random numbers that decide what is handed out and that alternate with
         the training's draws."""
         is_read_again = self._kind is Kind.REPLAYED or self._is_fast_forwarded
-        return self._is_streamed and is_read_again and "in turns" not in self._said
+        return self._is_streamed and is_read_again and "in turns" not in self._warned
 
     def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of a stream that is read in this process. A warning is logged if both it and
@@ -443,14 +443,15 @@ class Pass:
         is_drawn_between = self._is_fast_forwarded
         for count in itertools.count():
             is_looking = self._compares and count <= _LOOKS
-            before = self._generators_now() if is_looking else None
+            before = _generators_now(self._tracked) if is_looking else None
             batch = next(iterator, self)
             if batch is self:
                 return
-            now = self._generators_now() if is_looking else None
+            now = _generators_now(self._tracked) if is_looking else None
             is_drawn_between |= is_looking and count > 0 and before != after
             if is_drawn_between and now != before:
-                self._warn(
+                warn_once(
+                    self._warned,
                     "in turns",
                     "the dataset draws random numbers in this process, and so does the training: if"
                     " they decide which samples come, as those of a shuffle buffer do, a training"
@@ -469,30 +470,22 @@ class Pass:
         """
         for count in itertools.count(int(self._has_drawn_order)):
             is_looking = self._watches and 0 < count <= _LOOKS
-            before = self._generators_now() if self._is_drawing or is_looking else None
+            before = _generators_now(self._tracked) if self._is_drawing or is_looking else None
             batch = next(iterator, self)
             if batch is self:
                 return
-            if is_looking and not self._is_drawing and self._generators_now() != before:
-                self._note_draws()
+            if is_looking and not self._is_drawing and _generators_now(self._tracked) != before:
+                self._is_drawing = not self._is_prepared_keeper
+                if self._is_prepared_keeper:
+                    self._watches = False
+                    _logger.warning(
+                        "the dataset draws random numbers in this process, a batch ahead of the"
+                        " training: a loader that keeps its own place cannot repeat them where a"
+                        " training goes on; leave use_stateful_dataloader out (run.steps finds the"
+                        " place), or give it workers"
+                    )
             self._before_ahead = before if self._is_drawing else None
             yield batch
-
-    def _note_draws(self) -> None:
-        self._is_drawing = not self._is_prepared_keeper
-        if self._is_prepared_keeper:
-            self._watches = False
-            _logger.warning(
-                "the dataset draws random numbers in this process, a batch ahead of the training: a"
-                " loader that keeps its own place cannot repeat them where a training goes on;"
-                " leave use_stateful_dataloader out (run.steps finds the place), or give it workers"
-            )
-
-    def _generators_now(self) -> dict[str, object]:
-        return {
-            "rng": RngState().state_dict(),
-            "tracked": [state_of(found) for found in self._tracked if is_generator(found)],
-        }
 
     def _hand_out(self) -> None:
         if self._told is not None:
@@ -547,14 +540,14 @@ class Pass:
             for left in range(self.batches, 0, -1):
                 if left == min(self.batches, 1 + self._watches):
                     # the last batch may have been read with the one before it
-                    before = self._generators_now()
+                    before = _generators_now(self._tracked)
                 if left == 1 and "before_ahead" in place:
-                    self._draw_from(place["before_ahead"])
+                    _set_generators(self._tracked, place["before_ahead"])
                 batch, indices = next(iterator, None), next(self._order, None)
                 self._hand_out()
             if self.batches:
                 self._prints = [fingerprint(indices), fingerprint(batch)]
-                self._check_replay(place, is_drawn=before != self._generators_now())
+                self._check_replay(place, is_drawn=before != _generators_now(self._tracked))
         self._is_drawing, self._has_drawn_order = "before_ahead" in place, self.batches > 0
         return iterator
 
@@ -597,15 +590,6 @@ class Pass:
             for _ in range(self.batches):
                 next(iterator, None)
         return iterator
-
-    def _draw_from(self, before: Mapping[str, Any]) -> None:
-        RngState().load_state_dict(before["rng"])
-        for found, state in zip(
-            (found for found in self._tracked if is_generator(found)),
-            before["tracked"],
-            strict=False,
-        ):
-            load_generator(found, state)
 
     def _leads_to_sampler(self) -> bool:
         """Whether the batches, begun again, lead to where the sampler is: a guard may have
@@ -704,15 +688,11 @@ class Pass:
         return [(i, generator) for i, generator in found if isinstance(generator, torch.Generator)]
 
 
-def _refuse_wrapper(source: object) -> None:
-    wrapped = wrapped_by(source)
-    if wrapped is not None:
-        name = type(wrapped).__name__
-        raise InvalidInput(
-            f"{type(source).__name__} wraps a {name}, whose place in the data would be lost: pass"
-            f" the {name} itself to run.steps, and wrap what that returns, as in"
-            " tqdm(run.steps(loader))"
-        )
+def warn_once(warned: set[str], kind: str, text: str) -> None:
+    """Log a warning unless one of this kind is in ``warned``."""
+    if kind not in warned:
+        warned.add(kind)
+        _logger.warning("%s", text)
 
 
 def fingerprint(batch: object) -> int | None:
@@ -755,15 +735,25 @@ def _content_of(part: Any) -> bytes | memoryview:
 def keeping_generators(tracked: Iterable[object]) -> Iterator[None]:
     """Put the global generators, and those that are tracked, back at the end of the block to
     where they are now."""
-    rng = RngState()
-    state = rng.state_dict()
-    states = [(found, state_of(found)) for found in tracked if is_generator(found)]
+    before = _generators_now(tracked)
     try:
         yield
     finally:
-        rng.load_state_dict(state)
-        for found, kept in states:
-            load_generator(found, kept)
+        _set_generators(tracked, before)
+
+
+def _generators_now(tracked: Iterable[object]) -> dict[str, Any]:
+    return {
+        "rng": RngState().state_dict(),
+        "tracked": [state_of(found) for found in tracked if is_generator(found)],
+    }
+
+
+def _set_generators(tracked: Iterable[object], before: Mapping[str, Any]) -> None:
+    RngState().load_state_dict(before["rng"])
+    generators = (found for found in tracked if is_generator(found))
+    for found, state in zip(generators, before["tracked"], strict=False):
+        load_generator(found, state)
 
 
 def _described(length: object, place: Mapping[str, Any]) -> str:

@@ -112,7 +112,6 @@ class Selection:
         self._used: set[str] = set()
 
     def wants(self, path: str) -> bool:
-        """Whether ``path`` is selected."""
         if self.patterns is None:
             return True
         hits = [
@@ -386,7 +385,6 @@ class Findings:
         raise InvalidInput("\n".join(lines))
 
     def report(self) -> RestoreReport:
-        """The findings, frozen."""
         return RestoreReport(
             restored=tuple(self.restored),
             missing=tuple(self.missing),

@@ -39,6 +39,7 @@ from .report import (
 from .tree import join
 
 _RECORDS = (FROZEN, GRADIENTS, LOOPS, MODES)
+_path = partial(join, "")
 
 
 def restore_into(
@@ -159,7 +160,6 @@ class _Check:
         self._frozen: dict[str, object] = {}
 
     def top(self, tree: Mapping[str, object]) -> None:
-        """Check every object by name."""
         findings, record = self.findings, tree.get(FROZEN)
         self._frozen = record if isinstance(record, dict) else {}
         for name, live in self.adapted.objects.items():
@@ -431,11 +431,6 @@ class _Check:
         fresh = [self.findings.new_value(value) for value in placed]
         live.clear()
         live.extend(fresh)
-
-
-def _path(name: object) -> str:
-    """The path of an object that was tracked under ``name``."""
-    return join("", name)
 
 
 def _has_same_keys(live: object, stored: object) -> bool:

@@ -360,7 +360,6 @@ class Carved:
 
     @property
     def tensors(self) -> msgspec.Raw:
-        """The specs, encoded."""
         return msgspec.Raw(msgspec.msgpack.encode(self.specs))
 
 

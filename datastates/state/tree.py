@@ -526,7 +526,6 @@ class _Walk:
         self._inside(children, depth)
 
     def value(self, value: object, _depth: int) -> None:
-        """Append a value as a whole."""
         packed = pack(value)
         self.values.append(packed)
         self.nodes.append(VALUE)
@@ -553,7 +552,6 @@ class _Walk:
         self._inside(items, depth)
 
     def mapping(self, mapping: Any, depth: int) -> None:
-        """Append an OrderedDict or a defaultdict."""
         keys = tuple(map(pack_key, mapping))
         if type(mapping) is OrderedDict:
             metadata = getattr(mapping, "_metadata", None)
@@ -732,14 +730,11 @@ class _Build:
     def _whole(self, count: int, depth: int) -> list[Any] | None:
         """The next ``count`` objects, or None if one of their tensors is missing."""
         before = self._missing
-        items = self._items(count, depth)
+        items = self.items(count, depth)
         return items if self._missing == before else None
 
-    def _items(self, count: int, depth: int) -> list[Any]:
+    def items(self, count: int, depth: int) -> list[Any]:
         return [self.next(depth) for _ in range(count)]
-
-    def _dict(self, node: tuple[Any, ...], depth: int) -> dict[Any, Any]:
-        return {key: self.next(depth) for key in _keys(node[1])}
 
     def _defaultdict(self, node: tuple[Any, ...], depth: int) -> defaultdict[Any, Any]:
         factory = None if node[1] is None else _FACTORIES[node[1]]
@@ -754,15 +749,6 @@ class _Build:
             # as nn.Module.state_dict sets it
             mapping._metadata = metadata  # type: ignore[attr-defined]
         return mapping
-
-    def _list(self, node: tuple[Any, ...], depth: int) -> list[Any]:
-        return self._items(node[1], depth)
-
-    def _tuple(self, node: tuple[Any, ...], depth: int) -> tuple[Any, ...]:
-        return tuple(self._items(node[1], depth))
-
-    def _deque(self, node: tuple[Any, ...], depth: int) -> deque[Any]:
-        return deque(self._items(node[2], depth), node[1])
 
     def _array(self, node: tuple[Any, ...], depth: int) -> np.ndarray[Any, Any] | None:
         _, descr, shape, order = node
@@ -784,7 +770,7 @@ class _Build:
             ) from exc
 
     def _owned(self, depth: int) -> Any:
-        (data,) = self._items(1, depth)
+        (data,) = self.items(1, depth)
         if type(data) is not bytes:
             raise Corrupt(f"what a rank has of its own is {type(data).__name__}, and not bytes")
         return unpack_tree(data)
@@ -840,12 +826,12 @@ class _Sketch(_Build):
 _Builder = Callable[[Any, tuple[Any, ...], int], Any]
 
 _BUILDERS: dict[str, _Builder] = {
-    "d": _Build._dict,
+    "d": lambda build, node, depth: {key: build.next(depth) for key in _keys(node[1])},
     "D": _Build._defaultdict,
     "o": _Build._ordered,
-    "l": _Build._list,
-    "t": _Build._tuple,
-    "q": _Build._deque,
+    "l": lambda build, node, depth: build.items(node[1], depth),
+    "t": lambda build, node, depth: tuple(build.items(node[1], depth)),
+    "q": lambda build, node, depth: deque(build.items(node[2], depth), node[1]),
     "x": _Build._object,
     "a": _Build._array,
 }

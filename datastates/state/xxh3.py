@@ -61,7 +61,6 @@ Part = tuple[int, torch.Tensor]
 
 
 def _row(offset: int) -> _Words:
-    """Eight words of the secret."""
     return np.frombuffer(_SECRET[offset : offset + STRIPE_BYTES], "<u8").astype(np.uint64)
 
 

@@ -84,12 +84,10 @@ def part(uid: str, rank: int, *seeds: int) -> Payload:
 
 
 def stream(reader: Reader) -> list[bytes]:
-    """Every chunk that a reader reads."""
     return [bytes(reader.chunk(index)) for index in range(len(reader.manifest.content.chunks))]
 
 
 def chunks_of(payload: Payload) -> list[bytes]:
-    """The chunks that ``stream`` should return."""
     return [bytes(view) for view in payload.chunks]
 
 

@@ -145,7 +145,6 @@ class Spikes:
 
     @property
     def is_calm(self) -> bool:
-        """Whether the last loss was normal."""
         return not self._high
 
     def problem(self, loss: float) -> str | None:
@@ -325,7 +324,14 @@ class Guard:
         self.rewinds.append(Rewind(step, loss, problem, good, branch))
         self._in_a_row, self._calm = self._in_a_row + 1, 0
         if self._in_a_row > self._rules.limit:
-            raise self._gave_up(self.rewinds[-self._in_a_row :])
+            branches = ", ".join(repr(each.branch) for each in self.rewinds[-self._in_a_row :])
+            raise Unavailable(
+                f"branch {run.branch!r} does not get over step {step}: its loss {problem}, after"
+                f" {self._rules.limit} rewinds in a row; the branch and what it tracks are back at"
+                f" step {good.step} ({good.uid[:10]}), what was tried is on {branches}: lower the"
+                " learning rate, look at the data, or go further back (back=…)",
+                nearest=good.uid,
+            )
         _logger.warning(
             "the loss of step %d %s: back at step %d (%s), what came since is on %s; rewind %d of"
             " %d in a row",
@@ -432,18 +438,6 @@ class Guard:
             for sampler in self._samplers:
                 sampler.reshuffle(salt)
             training.loops.restart()
-
-    def _gave_up(self, rewinds: Sequence[Rewind]) -> Unavailable:
-        last = rewinds[-1]
-        branches = ", ".join(repr(rewind.branch) for rewind in rewinds)
-        return Unavailable(
-            f"branch {self._run.branch!r} does not get over step {last.step}: its loss"
-            f" {last.problem}, after {self._rules.limit} rewinds in a row; the branch and what it"
-            f" tracks are back at step {last.good.step} ({last.good.uid[:10]}), what was tried is"
-            f" on {branches}: lower the learning rate, look at the data, or go further back"
-            " (back=…)",
-            nearest=last.good.uid,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class Tracker:
 
     @property
     def training(self) -> Training:
-        """The training, for other modules of this package. It is no part of the public interface."""
+        """The training, for other modules of this package. It is not public."""
         return self._training
 
     @property

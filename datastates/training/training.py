@@ -105,7 +105,6 @@ def remove_groups(gained: Sequence[tuple[Optimizer, int]]) -> None:
 
 
 def log_added_groups(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
-    """Log which groups were added."""
     for optimizer, count in gained:
         sizes = " and ".join(str(len(group["params"])) for group in optimizer.param_groups[-count:])
         gained_group = (
@@ -294,11 +293,9 @@ class Training:
 
     @property
     def branch(self) -> str:
-        """The branch that captures move forward."""
         return self.line.branch
 
     def head(self) -> State | None:
-        """See ``Tracker.head``."""
         self.host.settle(self.line)
         self.apply_edits()
         if self.line.tip is None:
@@ -314,11 +311,9 @@ class Training:
 
     @property
     def cadence(self) -> CadenceChoice:
-        """See ``Tracker.cadence``."""
         return self.line.choice or self._told
 
     def fence(self) -> None:
-        """Wait until no copy reads the tracked tensors any more."""
         self.pending.wait()
 
     def add_listener(

@@ -41,19 +41,11 @@ class ThreadGroup(Group):
     """One rank of a group of threads."""
 
     def __init__(self, hall: _Hall, rank: int) -> None:
-        self.hall, self._rank = hall, rank
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self.hall.size
+        self.hall, self.rank, self.size = hall, rank, hall.size
 
     def exchange(self, value: bytes) -> list[bytes]:
         check(value, is_closed=False)
-        self.hall.said[self._rank] = bytes(value)
+        self.hall.said[self.rank] = bytes(value)
         self._wait()
         found = [self.hall.said[rank] for rank in range(self.size)]
         self._wait()
@@ -67,15 +59,15 @@ class ThreadGroup(Group):
     ) -> None:
         view = bytes_of(buffer)
         receivers = set(range(self.size) if to is None else to) - {root}
-        if self._rank == root:
+        if self.rank == root:
             for rank in sorted(receivers):
                 self.hall.passed.append((root, rank, view.nbytes))
                 self.hall.ways[root, rank].put(self.hall.damage(root, rank, bytes(view)))
-        elif self._rank in receivers:
+        elif self.rank in receivers:
             try:
-                view[:] = self.hall.ways[root, self._rank].get(timeout=PATIENCE_S)
+                view[:] = self.hall.ways[root, self.rank].get(timeout=PATIENCE_S)
             except Empty:
-                raise Unavailable(f"rank {root} passed nothing on to rank {self._rank}") from None
+                raise Unavailable(f"rank {root} passed nothing on to rank {self.rank}") from None
 
     def close(self) -> None:
         """Nothing is held."""
@@ -84,7 +76,7 @@ class ThreadGroup(Group):
         try:
             self.hall.barrier.wait()
         except threading.BrokenBarrierError:
-            raise Unavailable(f"a rank did not come to rank {self._rank}") from None
+            raise Unavailable(f"a rank did not come to rank {self.rank}") from None
 
 
 def on_threads(

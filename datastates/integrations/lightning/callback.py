@@ -42,6 +42,8 @@ from .checkpoint_io import (
     StochasticWeightAveraging,
     Timer,
     WeightAveraging,
+    check_repository,
+    head_of,
     is_checkpoint,
     state_at,
     version,
@@ -141,7 +143,6 @@ class Fit:
             self._weights = deepcopy(self._trainer.lightning_module.state_dict())
 
     def release_weights(self) -> None:
-        """Keep them no longer."""
         self._weights = None
 
     def stoppers(self) -> list[str]:
@@ -166,15 +167,11 @@ class Fit:
             key: value for key, value in state["state_dict"].items() if key != "combined_loader"
         }
         if self.is_within:
-            self._take_back(state["epoch_progress"])
+            # Lightning counts the epoch as done, but a resumed run begins with its other batches
+            for count in state["epoch_progress"].values():
+                for name in ("processed", "completed"):
+                    count[name] -= 1
         return state
-
-    def _take_back(self, epochs: dict[str, dict[str, int]]) -> None:
-        """Uncount the epoch in which the training ended. Lightning counts it as done, but a resumed
-        run begins with its remaining batches."""
-        for count in epochs.values():
-            for name in ("processed", "completed"):
-                count[name] -= 1
 
     def _others(self) -> Iterator[Any]:
         return (each for each in self._trainer.callbacks if each is not self._own)
@@ -326,15 +323,10 @@ def _of_loop(trainer: Any, module: Any) -> Iterator[str]:
         )
 
 
-# A callback that captures what a Trainer trains at every step, and resumes it bit for bit.
-
-
 _logger = logging.getLogger(__name__)
 
 
 class TrackOptions(TypedDict, total=False):
-    """Options of ``Repository.track``."""
-
     resume: bool
     takeover: bool
     gradients: bool
@@ -386,11 +378,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         :param options: as in ``Repository.track``.
         """
         super().__init__()
-        if not isinstance(repo, Repository | str | os.PathLike):
-            raise InvalidInput(
-                f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder"
-                " of a repository"
-            )
+        check_repository(repo)
         self._given, self.branch, self._start, self.every = repo, branch, start, every
         self._config, self._options = config, options
         self._repo: Repository | None = None
@@ -682,13 +670,13 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
                 f"start={self._start!r} and ckpt_path={str(path)!r}: give one of them"
             )
         state = state_at(path, self._repo)
-        head = next((ref.state for ref in self._repo.refs() if ref.name == self.branch), None)
+        head = head_of(self._repo, self.branch)
         if head is not None and (state is None or state.uid != head):
             raise Conflict(
                 f"branch {self.branch!r} exists at {head[:10]}, and ckpt_path={str(path)!r} is"
                 " another state: leave ckpt_path out to go on there, or name another branch"
             )
-        if state is not None and is_checkpoint(self._repo, state):
+        if state is not None and is_checkpoint(state):
             options["only"] = ["model"]  # Lightning restores the other objects
         return state, options
 

@@ -63,10 +63,6 @@ TorchCheckpointIO: Any = _io.TorchCheckpointIO
 version: str = _pytorch.__version__
 
 
-# A CheckpointIO: Lightning's checkpoints become states of a branch, and ``ckpt_path`` may name
-# any state.
-
-
 _logger = logging.getLogger(__name__)
 
 _OWN = "datastates:"
@@ -95,11 +91,7 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]
         :param repo: the repository, or its folder.
         :param branch: the branch that gets the checkpoints as states.
         """
-        if not isinstance(repo, Repository | str | os.PathLike):
-            raise InvalidInput(
-                f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder"
-                " of a repository"
-            )
+        check_repository(repo)
         self._given, self.branch = repo, values.text(branch, "branch")
         self._opened: Repository | None = None
         self._loaded: str | None = None
@@ -146,7 +138,10 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]
             start=self._loaded,
         )
         self._loaded = None
-        self._tag(path, state)
+        name = _tag_of(path)
+        if any(ref.name == name for ref in self.repo.refs()):
+            self.repo.delete_ref(name)
+        self.repo.tag(name, state, message=os.fspath(path))
         _write_pointer(path, f"{SCHEME}{self.repo.core.location}/{state.uid}")
 
     def load_checkpoint(
@@ -194,7 +189,7 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     def _go_back(self) -> None:
         """Move the branch back to where the training was resumed from."""
-        head = next((ref.state for ref in self.repo.refs() if ref.name == self.branch), None)
+        head = head_of(self.repo, self.branch)
         if head is None or self._loaded is None:
             return
         state, self._loaded = self._loaded, None
@@ -213,11 +208,19 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]
         )
         self.repo.move(self.branch, state, expected=head)
 
-    def _tag(self, path: str | os.PathLike[str], state: State) -> None:
-        name = _tag_of(path)
-        if any(ref.name == name for ref in self.repo.refs()):
-            self.repo.delete_ref(name)
-        self.repo.tag(name, state, message=os.fspath(path))
+
+def check_repository(repo: object) -> None:
+    """Raise unless ``repo`` is a repository or a path."""
+    if not isinstance(repo, Repository | str | os.PathLike):
+        raise InvalidInput(
+            f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder of a"
+            " repository"
+        )
+
+
+def head_of(repo: Repository, branch: str) -> str | None:
+    """The uid of the head of a branch; None if there is no such branch."""
+    return next((ref.state for ref in repo.refs() if ref.name == branch), None)
 
 
 def _folder(repo: Repository | str | os.PathLike[str]) -> str:
@@ -234,7 +237,7 @@ def state_at(path: object, repo: Repository) -> State | None:
         return found[1] if found is not None and found[0] is repo else None
 
 
-def is_checkpoint(repo: Repository, state: State) -> bool:
+def is_checkpoint(state: State) -> bool:
     """Whether the state was a checkpoint of Lightning's, rather than a loop's own objects."""
     return _PATH in state.attributes
 

@@ -167,7 +167,6 @@ class Data:
             self._on_request(loader.is_catching_up)
 
     def state_dict(self) -> dict[str, object]:
-        """Plain values."""
         places: dict[str, object] = {
             "loaders": [each.place(is_between=self.is_between) for each in self.loaders]
         }
