@@ -100,7 +100,7 @@ class MetricsLog(ABC):
         else:
             if known is not None and facts.is_resumed:
                 _logger.warning(
-                    "branch %s: %s has no run %s any more, which it went on in: it gets a new one",
+                    "branch %s: %s has no run %s any more: it gets a new one",
                     facts.branch,
                     self.kind,
                     known,

@@ -152,7 +152,7 @@ def _take(root: Path) -> _OpenRepository:
         repository = open_repository(root)
         key = _key(root)
         if key is None:
-            raise NotFound(f"{root} is gone: somebody removed it while it was opened")
+            raise NotFound(f"{root} is gone: it was removed while it was opened")
         kept = _kept[key] = _OpenRepository(repository)
     kept.users += 1
     if kept.timer is not None:

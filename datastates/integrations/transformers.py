@@ -294,7 +294,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
         if self._run is not None and self._captured > self._begun:
             raise InvalidInput(
                 f"memory ran out after step {self._captured}, and auto_find_batch_size would begin"
-                " anew with smaller batches: set per_device_train_batch_size, and start again"
+                " again with smaller batches: set per_device_train_batch_size, and start again"
             )
         self._end_run(None)
         is_whole = self._hooks.trainer_state is not None

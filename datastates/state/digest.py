@@ -170,7 +170,7 @@ def _check_places(manifest: Manifest) -> None:
         _require(len(refs) == len(chunks), f"{len(chunks)} chunks, {len(refs)} places")
     for index, (ref, chunk) in enumerate(zip(refs, chunks, strict=False)):
         if not 0 <= ref.pack < len(packs):
-            raise _Contradiction(f"chunk {index} lies in pack {ref.pack} of {len(packs)}")
+            raise _Contradiction(f"chunk {index} is in pack {ref.pack} of {len(packs)}")
         if ref.form != STORED:
             raise InvalidInput(
                 f"chunk {index} is stored in form {ref.form}, which this datastates does not read:"
@@ -178,7 +178,7 @@ def _check_places(manifest: Manifest) -> None:
             )
         if ref.length != chunk.length or not 0 <= ref.offset <= packs[ref.pack].size - ref.length:
             raise _Contradiction(
-                f"chunk {index} of {chunk.length} bytes lies outside its pack: {ref.length} bytes"
+                f"chunk {index} of {chunk.length} bytes is outside its pack: {ref.length} bytes"
                 f" at {ref.offset}"
             )
 
@@ -257,7 +257,7 @@ def _check_shard(
     ):
         if offset < 0 or size < 0 or offset + size > whole:
             raise _Contradiction(
-                f"a shard of {_where(spec)} lies outside it: {shard.offset}, {shard.shape}"
+                f"a shard of {_where(spec)} is outside it: {shard.offset}, {shard.shape}"
             )
         if not stride and size != whole > 1:
             raise _Contradiction(
@@ -433,7 +433,7 @@ def _opened(view: memoryview, source: str) -> tuple[int, int, memoryview]:
         raise Corrupt(f"{source} begins with {magic!r}, which is no manifest")
     if len(view) != least + length:
         raise Corrupt(
-            f"{source} has {len(view)} bytes, its header says {least + length}: it was cut or"
+            f"{source} has {len(view)} bytes, its header gives {least + length}: it was cut or"
             " damaged"
         )
     end = _HEAD.size + length

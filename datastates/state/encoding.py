@@ -177,9 +177,7 @@ def register_encoder(
     :raises InvalidInput: the type is stored natively.
     """
     if type in _PACKERS or type in (dict, list, tuple, torch.Tensor, torch.nn.Parameter):
-        raise InvalidInput(
-            f"{type.__name__} is stored without an encoder: register a class of your own"
-        )
+        raise InvalidInput(f"{type.__name__} is stored without an encoder: register your own class")
     taken_name, taken_type = _BY_NAME.get(name), _BY_TYPE.get(type)
     if (
         taken_name is not None

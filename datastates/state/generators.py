@@ -41,8 +41,8 @@ def check_torch(data: object) -> None:
     _, left, _, following, *words = _TORCH.unpack_from(data)
     if not (1 <= left <= _WORDS and 0 <= following <= _WORDS + 1 - left):
         raise InvalidInput(
-            f"the state of torch's generator goes on at word {following} with {left} left, and has"
-            f" {_WORDS}"
+            f"the state of torch's generator continues at word {following} with {left} left, and"
+            f" has {_WORDS}"
         )
     _check_words(np.array(words, np.uint64).astype(np.uint32))
 
@@ -75,7 +75,7 @@ def check_numpy(state: object, like: Mapping[str, Any]) -> None:
         _check_words(inner["key"])
     if not 0 <= state.get("buffer_pos", 0) <= len(state.get("buffer", ())):
         raise InvalidInput(
-            f"the state of NumPy's {state['bit_generator']} goes on at {state['buffer_pos']},"
+            f"the state of NumPy's {state['bit_generator']} continues at {state['buffer_pos']},"
             " beyond its buffer"
         )
     for name in ("has_uint32", "has_gauss"):
@@ -89,7 +89,7 @@ def check_numpy(state: object, like: Mapping[str, Any]) -> None:
 def _check_position(position: int) -> None:
     if not 0 <= position <= _WORDS:
         raise InvalidInput(
-            f"the state of a Mersenne Twister goes on at word {position} of {_WORDS}"
+            f"the state of a Mersenne Twister continues at word {position} of {_WORDS}"
         )
 
 

@@ -195,7 +195,7 @@ class ModelState:
             if isinstance(value, torch.Tensor) and is_lazy(value):
                 raise InvalidInput(
                     f"{self.path}/{key} of a lazy module has no shape yet: run the model once on a"
-                    " batch, then go on"
+                    " batch first"
                 )
         keys = tuple(canonical_name(self.module, key) for key in raw)
         if len(set(keys)) != len(keys):

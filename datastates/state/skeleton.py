@@ -107,7 +107,7 @@ def decode_skeleton(
         missing = 1
         for node in nodes:
             if missing == 0:
-                raise Corrupt(f"{source} goes on after its end")
+                raise Corrupt(f"{source} continues after its end")
             missing += arity(node) - 1
         if missing:
             raise Corrupt(f"{source} ends before {missing} of its nodes")

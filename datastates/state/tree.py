@@ -356,8 +356,8 @@ def unpack_tree(data: bytes) -> Any:
 def _own_tensor(leaf: Leaf) -> _OwnTensor:
     if is_spread(leaf.tensor) or leaf.tensor.is_meta:
         raise Unsupported(
-            f"{leaf.path or 'it'} lies with several ranks, and cannot be what one of them has of"
-            " its own"
+            f"{leaf.path or 'it'} lies with several ranks, and cannot be a separate value of one"
+            " of them"
         )
     tensor = leaf.tensor if dense_view(leaf.tensor) is not None else compact(leaf.tensor)
     flat = dense_view(tensor)

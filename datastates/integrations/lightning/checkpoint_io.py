@@ -201,7 +201,7 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]
                 " the training goes on: give DatastatesCheckpointIO another branch="
             )
         _logger.warning(
-            "branch %s goes back to %s, from which the training goes on; its reflog has %s",
+            "branch %s goes back to %s, from which the training resumes; its reflog has %s",
             self.branch,
             state[:10],
             head[:10],
