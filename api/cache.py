@@ -27,8 +27,7 @@ from datastates.system.threads import Latch
 from .models import Dropping, Forecast, TensorInfo
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
+    from datastates.lineage.session import Session
     from datastates.lineage.states import Note, Ref
     from datastates.maintenance.core import Core
     from datastates.maintenance.retention_pass import Pruned

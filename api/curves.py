@@ -37,7 +37,7 @@ from datastates.values import Value
 from .models import Fork, Series, SeriesLine
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _KEPT = 5  # of each stretch
 

@@ -39,7 +39,7 @@ from .cache import Background, Restorable
 from .models import GraphPage, GraphRow, Overview, Span
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 @dataclass(frozen=True, slots=True)

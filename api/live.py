@@ -34,7 +34,7 @@ from .models import Processes, ProcessInfo, TrainingInfo
 from .routing import Refusal
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _logger = logging.getLogger(__name__)
 

@@ -34,8 +34,7 @@ from datastates.maintenance.lease import PackFolder, life_of
 from datastates.values import Value
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
+    from datastates.lineage.session import Session
     from datastates.state.manifest import PackInfo
 
 T = TypeVar("T")

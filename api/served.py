@@ -21,7 +21,7 @@ from .live import LiveEvents, Pictures
 from .payload import ConcurrencyLimit
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 DOWNLOADS = 8

@@ -37,7 +37,7 @@ from datastates.lineage.views.branches import branches
 from datastates.lineage.write import record
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 GOALS_MS = {
     "50 branches, newest first": 1500.0,

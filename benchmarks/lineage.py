@@ -34,7 +34,7 @@ from datastates.lineage.query import pages, revision, walk
 from datastates.lineage.write import record
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 FILTER_AND_SORT = "metrics.loss < 0.1 and metrics.acc > 0.5 order by metrics.loss limit 20"
 

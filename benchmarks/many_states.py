@@ -59,7 +59,7 @@ def make(path: Path, count: int, branches: int = BRANCHES, *, is_furnished: bool
             furnish(connection, count, branches)
     connection.close()
     with database.write() as session:
-        summarise(session.connection())
+        summarise(session)
     database.close()
 
 
@@ -90,7 +90,7 @@ def make_at(url: str, count: int, branches: int = BRANCHES) -> None:
             "select setval(pg_get_serial_sequence('state', 'id'), (select max(id) from state))"
         )
     with database.write() as session:
-        summarise(session.connection())
+        summarise(session)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("vacuum analyze")
     engine.dispose()

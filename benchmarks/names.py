@@ -163,34 +163,31 @@ def make(url: str, packs: Path, count: int) -> None:
         (f"tag-{number}", "tag", rng.randrange(1, len(rows) + 1)) for number in range(5 * count)
     ]
     with database.write() as session:
-        connection = session.connection()
-        connection.execute(
+        session.execute(
             insert(STATE), [dict(zip(columns, row, strict=True)) | fixed for row in rows[held:]]
         )
-        connection.execute(
+        session.execute(
             insert(METRIC),
             [
                 {"state_id": at, "key": "loss", "value": rng.random()}
                 for at in range(held + 1, len(rows), EVERY)
             ],
         )
-        connection.execute(
+        session.execute(
             insert(REF),
             [
                 {"name": name, "kind": kind, "state_id": at, "version": 1}
                 for name, kind, at in heads + tags
             ],
         )
-        connection.execute(update(REF).where(REF.c.name == "main").values(state_id=main))
+        session.execute(update(REF).where(REF.c.name == "main").values(state_id=main))
         for each in (STRETCH, SEGMENT):
-            connection.execute(delete(each))
-        connection.execute(update(STATE).values(segment_id=None))
-        summarise(connection)
-        if connection.dialect.name == "postgresql":
+            session.execute(delete(each))
+        session.execute(update(STATE).values(segment_id=None))
+        summarise(session)
+        if session.dialect.name == "postgresql":
             last = select(func.max(STATE.c.id)).scalar_subquery()
-            connection.execute(
-                select(func.setval(func.pg_get_serial_sequence("state", "id"), last))
-            )
+            session.execute(select(func.setval(func.pg_get_serial_sequence("state", "id"), last)))
     if url.startswith("postgresql"):
         with database.write() as session:
             session.execute(text("ANALYZE"))

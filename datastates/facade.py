@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     import networkx as nx
     import torch
     from opentelemetry.metrics import Meter
-    from sqlalchemy.orm import Session
 
     from datastates.compare.blame import Bisection, Blame
     from datastates.compare.diff import Diff
     from datastates.compare.ensemble import Ensemble
+    from datastates.lineage.session import Session
     from datastates.lineage.views.branch_rows import Branches
     from datastates.maintenance.gc import GcReport
     from datastates.maintenance.repair import RepairReport

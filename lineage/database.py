@@ -84,15 +84,15 @@ def enforced(session: Session) -> Iterator[None]:
     if until is None:
         yield
         return
-    at, connection = until[0], session.connection()
+    at = until[0]
     # of this connection alone, which ends with the session
-    event.listen(connection, "before_cursor_execute", _check_deadline)
-    if connection.dialect.name != "sqlite":
+    event.listen(session, "before_cursor_execute", _check_deadline)
+    if session.dialect.name != "sqlite":
         milliseconds = max(1, int((at - time.monotonic()) * 1000))
-        connection.execute(text(f"SET LOCAL statement_timeout = {milliseconds}"))
+        session.execute(text(f"SET LOCAL statement_timeout = {milliseconds}"))
         yield
         return
-    raw: Any = connection.connection.dbapi_connection
+    raw: Any = session.connection.dbapi_connection
     raw.set_progress_handler(lambda: time.monotonic() > at, _STEPS)
     try:
         yield
@@ -303,10 +303,9 @@ class Database:
     @contextmanager
     def _writing(self, engine: Engine) -> Iterator[Session]:
         with self._session(engine) as session:
-            connection = session.connection()  # takes the write lock now, before anything is read
             yield session
             session.commit()
-            if self._held[0] is not None and connection.info[_FILE] != _number(self._path):
+            if self._held[0] is not None and session.info[_FILE] != _number(self._path):
                 raise Unavailable(
                     f"{self._shown} was replaced during a transaction, which changed the earlier"
                     " file only: do it again"
@@ -324,10 +323,11 @@ class Database:
                 undisturbed(),
                 self._used(),
                 thread_work(f"asking the lineage {self._shown}"),
-                Session(engine) as session,
-                enforced(session),
+                engine.connect() as session,
             ):
-                yield session
+                session.begin()  # a writer takes the write lock now, before anything is read
+                with enforced(session):
+                    yield session
         except (exc.SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error) as error:
             raise translate(error, self._shown, was_there=bool(self._lineage)) from error
 
@@ -353,9 +353,9 @@ class Database:
 
     def _open(self, *, create: bool) -> None:
         with self._session(self._reader) as session:
-            version = _version(session.connection())
+            version = _version(session)
             if version == HEAD and not self._lineage:
-                self._lineage += session.execute(_WHOLE[session.get_bind().dialect.name]).one()
+                self._lineage += session.execute(_WHOLE[session.dialect.name]).one()
         if version == HEAD:
             return
         if version is None and not create:
@@ -366,21 +366,20 @@ class Database:
         if self.is_sqlite:
             self._use_wal()
         with _migrating, self._writing(self._durable_writer) as session:
-            connection = session.connection()
             if not self.is_sqlite:
-                connection.execute(
+                session.execute(
                     text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK}
                 )
-            version = _check_database(connection, self._shown)
+            version = _check_database(session, self._shown)
             if version is None and self.is_sqlite:
-                new.write(connection)
+                new.write(session)
             elif version != HEAD:
                 # Alembic takes 100 ms to import
                 from datastates.lineage.migrations.upgrade import (
                     upgrade,
                 )
 
-                upgrade(connection)
+                upgrade(session)
         self._open(create=False)
 
     def _hold(self, opened: int | None) -> None:

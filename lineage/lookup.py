@@ -28,8 +28,7 @@ from .schema import (
 from .states import OURS, Edge, EdgeKind, State, Status, columns_of, value_of
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 T = TypeVar("T")
@@ -49,17 +48,17 @@ _BATCH = 1000  # ids in one IN list
 
 
 def keep(
-    connection: Connection, run_id: int, config: Mapping[str, Value], *, replaces: bool = False
+    session: Session, run_id: int, config: Mapping[str, Value], *, replaces: bool = False
 ) -> None:
     """Record the settings of a run, secrets masked. ``replaces``: in place of those that it has."""
     if replaces:
-        connection.execute(delete(SETTING).where(SETTING.c.run_id == run_id))
+        session.execute(delete(SETTING).where(SETTING.c.run_id == run_id))
     rows = [
         {"run_id": run_id, **columns_of(key, value, "setting")}
         for key, value in shown(config).items()
     ]
     if rows:
-        connection.execute(_KEEP, rows)
+        session.execute(_KEEP, rows)
 
 
 def shown(config: Mapping[str, Value]) -> dict[str, Value]:
@@ -67,11 +66,11 @@ def shown(config: Mapping[str, Value]) -> dict[str, Value]:
     return logs.named({key: value for key, value in config.items() if not key.startswith(OURS)})
 
 
-def of_runs(connection: Connection, ids: Iterable[int]) -> dict[int, dict[str, Value]]:
+def of_runs(session: Session, ids: Iterable[int]) -> dict[int, dict[str, Value]]:
     """The settings of runs by row id, each in alphabetical order; runs without any are left out."""
     found: defaultdict[int, dict[str, Value]] = defaultdict(dict)
     for some in batches(sorted(set(ids)), _BATCH):
-        for id_, key, type_, number, text in connection.execute(_OF_RUNS, {"ids": some}).all():
+        for id_, key, type_, number, text in session.execute(_OF_RUNS, {"ids": some}).all():
             found[id_][key] = value_of(type_, number, text)
     return {id_: logs.named(chosen) for id_, chosen in found.items()}
 
@@ -249,18 +248,17 @@ def id_by_prefix(session: Session, prefix: str) -> int:
 def _load(session: Session, ids: list[int]) -> dict[int, State]:
     bound: Mapping[str, object]
     load, bound = (_LOAD_ONE, {"id": ids[0]}) if len(ids) == 1 else (_LOAD_MANY, {"ids": ids})
-    connection = session.connection()
     metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
     attributes: defaultdict[int, dict[str, Value]] = defaultdict(dict)
     edges: defaultdict[int, list[Edge]] = defaultdict(list)
-    for id_, key, value in connection.execute(load.metrics, bound).all():
+    for id_, key, value in session.execute(load.metrics, bound).all():
         metrics[id_][key] = math.nan if value is None else value
-    for id_, key, type_, number, text in connection.execute(load.attributes, bound).all():
+    for id_, key, type_, number, text in session.execute(load.attributes, bound).all():
         attributes[id_][key] = value_of(type_, number, text)
-    for id_, parent, kind, weight in connection.execute(load.edges, bound).all():
+    for id_, parent, kind, weight in session.execute(load.edges, bound).all():
         edges[id_].append(Edge(parent, EdgeKind(kind), weight))
-    rows = connection.execute(load.states, bound).all()
-    configs = of_runs(connection, {row[-1] for row in rows if row[-1] is not None})
+    rows = session.execute(load.states, bound).all()
+    configs = of_runs(session, {row[-1] for row in rows if row[-1] is not None})
     found = {}
     for (
         id_,

@@ -43,7 +43,7 @@ from .contract import Sink
 from .untrusted import CheckedManifest
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _Key = tuple[bytes, int]
 """A chunk's digest and length."""

@@ -66,7 +66,7 @@ from .untrusted import (
 )
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _ASK_AGAIN_S = 0.05
 

@@ -27,7 +27,7 @@ from .limits import weigh
 from .protocol import ARGUMENTS, EdgeRecord, RefRecord, RunRecord, StateRecord
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _SOURCE = "the manifest that the peer sent"
 

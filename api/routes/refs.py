@@ -23,7 +23,7 @@ from datastates.lineage.write.refs import annotate
 from datastates.maintenance.retention_pass import evict
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 Record = TypeVar("Record")
 

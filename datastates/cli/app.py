@@ -31,9 +31,9 @@ from .tables import TextTable, clean_line, clean_lines, cut
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from sqlalchemy.orm import Session
 
     from datastates.lineage.database import Database
+    from datastates.lineage.session import Session
     from datastates.lineage.states import State
     from datastates.maintenance.location import Location
     from datastates.repository import Repository

@@ -49,11 +49,11 @@ from .tables import (
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from sqlalchemy.orm import Session
 
     from datastates.api.models import StateDetail
     from datastates.lineage import Database, Run, State
     from datastates.lineage.query.grammar import Field, Node, Order, Query
+    from datastates.lineage.session import Session
 
 Columns = Annotated[
     str | None,

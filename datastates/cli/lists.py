@@ -49,11 +49,11 @@ from .tables import Column, TextTable, facts_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
-    from sqlalchemy.orm import Session
 
     from datastates.api.models import StateDetail
     from datastates.lineage.query.incomplete import GivenUpState, Waiting
     from datastates.lineage.query.names import Replica
+    from datastates.lineage.session import Session
     from datastates.maintenance.lease import PackFolder
 
 

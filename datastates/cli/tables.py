@@ -30,9 +30,9 @@ from datastates.lineage.views.text import (
 
 if TYPE_CHECKING:
     import rich.table
-    from sqlalchemy.orm import Session
 
     from datastates.lineage.query.grammar import Field
+    from datastates.lineage.session import Session
     from datastates.lineage.states import Run
     from datastates.values import Value
 

@@ -39,8 +39,7 @@ from datastates.storage.reading import read_flat
 from .diff import Change, compare, untied
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
+    from datastates.lineage.session import Session
     from datastates.storage.tier import Reader
 
 _PAGE = 256  # states of the path that are looked up at once

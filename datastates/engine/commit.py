@@ -53,7 +53,7 @@ from .scheduler import Action, Event, Recorded, RefsChanged
 from .steps import Dedup, Digest, Record, Write
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 class Pipeline:

@@ -63,7 +63,7 @@ from datastates.system.threads import Latch
 from .rank_reports import Entry, Heard, Parts, Said, Skip, report, states_of, tell
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _MOST_GONE = 1000
 """The most states that left memory and are kept only because no later commit was durable; then

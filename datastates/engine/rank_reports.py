@@ -31,7 +31,7 @@ from datastates.lineage.write.replicas import Mark, evict, mark_all
 from datastates.state.manifest import Manifest, root_digest
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 @dataclass(frozen=True, slots=True)

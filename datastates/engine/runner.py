@@ -71,7 +71,7 @@ from .steps import Copies
 from .threads import Lookout, Paces, Polling, Pulse, Rounds, Trouble, Watch, Writer
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _logger = logging.getLogger(__name__)
 

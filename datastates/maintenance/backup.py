@@ -67,7 +67,7 @@ def back_up(database: Database, location: Location, *, timeout_s: float = _PATIE
         if written_at == _written_at(packs / BACKUP):
             return
         with database.read() as session:
-            source: Any = session.connection().connection.dbapi_connection
+            source: Any = session.connection.dbapi_connection
             try:
                 if is_behind(source, packs / BACKUP):
                     raise Conflict(_BEHIND)

@@ -47,7 +47,7 @@ from .lease import FOLDER, LEASES, PACKS, PackFolder, held_in, is_alive, is_dead
 from .location import Location, check_whole
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _logger = logging.getLogger(__name__)
 

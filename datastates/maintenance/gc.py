@@ -24,7 +24,7 @@ from .core import Core
 from .lease import held_in
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _AT_ONCE = 16
 """How many states are removed in one transaction, for which other writers wait."""

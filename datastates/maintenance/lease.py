@@ -38,7 +38,7 @@ from .environment import is_running
 from .location import Location
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 LEASES = "leases"
 """The folder of the leases, inside the folder of packs."""

@@ -42,7 +42,7 @@ from .lease import held_in, identity, owner_of
 from .location import DATABASE, Location, locate
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _REINDEXED = "capture (found by reindex)"
 _ELSE = "tags, notes, configurations, seals, clones, studies, and states that were only in memory"

@@ -48,7 +48,7 @@ from .contract import (
 )
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 FORMS = (
     "every:10, steps:100, seconds:30, best:val_loss, auto:3.5%:32M, checkfreq:3.5%, young, daly:6h,"

@@ -62,7 +62,7 @@ from .training import (
 )
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 _open_trainings: weakref.WeakSet[Training] = weakref.WeakSet()
 

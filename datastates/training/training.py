@@ -70,10 +70,9 @@ from .configuration import with_used
 from .script_checks import ScriptChecks
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
     from datastates.engine.runner import Runner
     from datastates.lineage.database import Database
+    from datastates.lineage.session import Session
 
 
 _logger = logging.getLogger(__name__)

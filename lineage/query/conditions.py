@@ -69,7 +69,7 @@ from .grammar import (
 from .revision import above, below, chain, resolve
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _NUMBERS = ("int", "float")
@@ -96,7 +96,7 @@ class Scope:
 
     @property
     def dialect(self) -> str:
-        return str(self.session.get_bind().dialect.name)
+        return str(self.session.dialect.name)
 
     def name(self) -> str:
         """A name for one more recursive query."""

@@ -30,7 +30,7 @@ from datastates.lineage.states import DIED, STATES, Status, Tally, place_of
 from .walk import first_meeting, first_parent_at
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _next = STATE.alias("next")
@@ -115,7 +115,7 @@ def curve(
     ``base`` is the curve of a path that shares the state ``above`` with this one: only what is
     newer than that state is read.
     """
-    rows = session.connection().execute(_POINTS, {"start": head, "key": key, "above": above})
+    rows = session.execute(_POINTS, {"start": head, "key": key, "above": above})
     found = sorted(map(tuple, rows), key=itemgetter(0))
     kept = bisect_right(base.ids, above) if base is not None else 0
     ids, steps, values = (

@@ -26,7 +26,7 @@ from datastates.system.logs import is_secret
 from .grammar import Field, Kind, Query, parse_query
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _LISTED = 12

@@ -19,7 +19,7 @@ from datastates.lineage.states import GivenUp, State, Status, Why
 from .names import node_of
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 WHYS = [why.value for why in Why]

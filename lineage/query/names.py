@@ -25,7 +25,7 @@ from datastates.lineage.schema import (
 from datastates.lineage.states import Note, Ref, RefEvent, RefKind
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 # Branches and tags as they stand, and where they stood before. ``change.refs`` changes them.

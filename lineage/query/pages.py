@@ -58,7 +58,7 @@ from .conditions import Scope, by_code_point, condition, ids, metric_is, run_col
 from .grammar import Among, Compare, Field, Kind, Node, Order, Query, parse_query
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 SELECTIVE = 5_000

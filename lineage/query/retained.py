@@ -45,9 +45,8 @@ from .incomplete import WHYS
 from .revision import above, chain
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
     from datastates.lineage.database import Database
+    from datastates.lineage.session import Session
 
 
 _PAGE_MIN = 32
@@ -172,7 +171,7 @@ def only_of(session: Session, name: str) -> frozenset[int]:
     others = above(
         select(REF.c.state_id).where(REF.c.name != name),
         "others",
-        session.get_bind().dialect.name,
+        session.dialect.name,
     )
     path = chain(own, "own")
     return frozenset(

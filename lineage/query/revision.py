@@ -50,7 +50,7 @@ from .names import nearest
 from .walk import first_parents
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _LEFT = 1
@@ -460,7 +460,7 @@ def _at_step(session: Session, id_: int, step: int) -> int:
 def best_id(session: Session, id_: int, key: str, *, is_max: bool) -> int | None:
     """The state that ``@best`` names, by row id: the best in a metric among a state and all its
     ancestors. None if none has a number."""
-    query = _best_query(session.get_bind().dialect.name, is_max)
+    query = _best_query(session.dialect.name, is_max)
     found = session.execute(query, {"start": id_, "metric": key}).scalar()
     return None if found is None else int(found)
 
@@ -473,7 +473,7 @@ def _best(session: Session, id_: int, key: str, is_max: bool) -> int:
         hint = f" ({uid} has {', '.join(known[:10])})" if known else ""
         if (
             session.execute(
-                _nan_query(session.get_bind().dialect.name), {"start": id_, "metric": key}
+                _nan_query(session.dialect.name), {"start": id_, "metric": key}
             ).scalar()
             is not None
         ):

@@ -45,7 +45,7 @@ from datastates.lineage.schema import EDGE, METRIC, STATE
 from datastates.lineage.states import State, Status
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _PAGE_MIN = 32
@@ -344,7 +344,7 @@ def descendants(session: Session, uid: str, *, limit: int | None = None) -> list
 
 def descendant_ids(session: Session, uid: str, *, limit: int | None = None) -> list[int]:
     """The row ids of ``descendants``."""
-    reach = _descendants(session.get_bind().dialect.name)
+    reach = _descendants(session.dialect.name)
     query = select(reach.c.id) if limit is None else select(reach.c.id).limit(limit + 1)
     start = id_of(session, uid)
     found = session.execute(query, {"start": start}).scalars()
@@ -561,7 +561,7 @@ class Topology:
         PostgreSQL may commit a lower id after a higher one: such states are read when something
         leads to them.
         """
-        page = _PAGES[session.connection().dialect.name]
+        page = _PAGES[session.dialect.name]
         with self._refreshing:
             while True:
                 last = len(self.first) - 1

@@ -42,7 +42,7 @@ from datastates.values import Value
 from .text import Direction, keys_of
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 Living = Callable[[Run], Life]

@@ -60,7 +60,7 @@ from .branch_rows import (
 from .text import Direction, by_relevance, direction_of
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _BATCH = 500
@@ -92,7 +92,7 @@ def groups_of(session: Session, group: str, made_by: Mapping[int, int | None]) -
 
 def configs_of(session: Session, ids: Sequence[int]) -> dict[int, dict[str, Value]]:
     """The chosen settings of runs, by row id."""
-    return lookup.of_runs(session.connection(), ids)
+    return lookup.of_runs(session, ids)
 
 
 def attributes_of(session: Session, ids: Sequence[int], key: str) -> dict[int, Value]:

@@ -36,8 +36,7 @@ from .detail import refs_at
 from .text import Direction, by_relevance, direction_of, short, step_text
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
+    from datastates.lineage.session import Session
     from datastates.lineage.states import Run
 
 
@@ -445,7 +444,7 @@ def _configs(session: Session, start: int) -> Iterator[tuple[int, Mapping[str, V
             row[0]: row[1] for row in session.execute(_RUNS, {"ids": page})
         }
         missing = {run for run in runs.values() if run is not None and run not in known}
-        found = lookup.of_runs(session.connection(), missing)
+        found = lookup.of_runs(session, missing)
         known.update({run: found.get(run, {}) for run in missing})
         yield from ((id_, known[runs[id_]]) for id_ in page)
 

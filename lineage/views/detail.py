@@ -48,7 +48,7 @@ from datastates.lineage.write.runs import counted
 from .text import keys_of
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _next = STATE.alias("next")
@@ -311,7 +311,7 @@ def _wait_for(session: Session, missing: int, seen: int, horizon: Horizon | None
 def _writers(session: Session) -> frozenset[str]:
     """The transactions that may commit lines of reflogs whose ids they have drawn already; none on
     SQLite, which has one writer at a time."""
-    if session.get_bind().dialect.name != "postgresql":
+    if session.dialect.name != "postgresql":
         return frozenset()
     return frozenset(session.execute(_WRITERS).scalars())
 

@@ -42,7 +42,7 @@ from .branch_rows import Living, branches_of
 from .text import Direction, by_relevance, direction_of
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _START = "start/"

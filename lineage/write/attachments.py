@@ -28,7 +28,7 @@ from datastates.system import logs
 from datastates.values import Value
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 ERROR_CHARACTERS = 20_000
@@ -62,7 +62,7 @@ def plan(session: Session, study: str, variants: Sequence[Planned]) -> None:
         session.execute(_PLAN, new)
     changed = [row for row in rows if row["name"] in known and row != known[row["name"]]]
     if changed:
-        session.connection().execute(
+        session.execute(
             _PLAN_AGAIN, [{f"new_{key}": value for key, value in row.items()} for row in changed]
         )
 
@@ -217,7 +217,7 @@ class Folder:
 def note(session: Session, uid: str, *, path: str, host: str) -> None:
     """Note where a folder was seen."""
     row = {"uid": uid, "path": path, "host": host, "seen_at": to_us(None)}
-    session.execute(_UPSERT[session.get_bind().dialect.name], row)
+    session.execute(_UPSERT[session.dialect.name], row)
 
 
 def get(session: Session, uid: str) -> Folder | None:
@@ -294,7 +294,7 @@ def seal(session: Session, uid: str, digest: str) -> None:
 
     :raises Corrupt: it has another seal.
     """
-    session.execute(_INSERT[session.connection().dialect.name], {"held": uid, "digest": digest})
+    session.execute(_INSERT[session.dialect.name], {"held": uid, "digest": digest})
     check(seals(session, [uid]).get(uid), digest, uid)
 
 

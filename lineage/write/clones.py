@@ -47,7 +47,7 @@ from .record import check, record, record_all
 from .replicas import mark
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _BATCH = 500  # uids in one IN list, states recorded at once

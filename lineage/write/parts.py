@@ -55,7 +55,7 @@ from .record import FIRST, Reduce, check, check_metrics, check_reduce, record, r
 from .replicas import SAFETY, hold
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _COUNTER = -(1 << 31)
@@ -298,7 +298,7 @@ def _check(told: Telling) -> None:
 
 def _take_turns(session: Session, branches: Iterable[str | None]) -> None:
     """Wait for the turn of these branches. SQLite has only one writer anyway."""
-    if session.get_bind().dialect.name == "postgresql":
+    if session.dialect.name == "postgresql":
         hashed = (
             hashlib.blake2b(f"parts of {branch or ''}".encode(), digest_size=8).digest()
             for branch in branches
@@ -472,7 +472,7 @@ def _record_whole(session: Session, first: Any, place: Mapping[str, Any]) -> Non
         node=first.node,
     )
     record(session, whole)
-    dialect = session.get_bind().dialect.name
+    dialect = session.dialect.name
     session.execute(_HOLD_ALL[dialect], {"uid": uid, "id": id_of(session, uid)})
     session.execute(_SETTLED, {"uid": uid})
     session.execute(_FORGET_COUNT, {"uid": uid})

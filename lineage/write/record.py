@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     BigInteger,
-    Connection,
     bindparam,
     exc,
     func,
@@ -66,7 +65,7 @@ from . import segments
 from .refs import check_name
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _UID = re.compile(r"[0-9a-f]{24}")
@@ -93,14 +92,13 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
         _check(new)
     if not news:
         return []
-    connection = session.connection()
     segments.lock(
         session,
         {new.facts.branch for new in news if new.facts.branch is not None},
         takes_turns=False,
     )
     places, rows, states = _Places(session), _Rows(), []
-    for new, id_ in zip(news, _free_ids(connection, len(news)), strict=True):
+    for new, id_ in zip(news, _free_ids(session, len(news)), strict=True):
         facts = new.facts
         place = places.of(facts)
         further_ids = places.ids_of([edge.parent for edge in facts.edges])
@@ -108,12 +106,12 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
         rows.add(new, id_, place, places.segment_of(facts, id_), further_ids, created_us)
         places.add(facts, id_, place, created_us)
         states.append(_state_of(new, place, created_us))
-    rows.insert(connection)
+    rows.insert(session)
     for name in sorted(places.branches):
         # always in the same order, so that two writers never wait for each other
-        _advance(connection, name, places.branches[name])
+        _advance(session, name, places.branches[name])
     if places.events:
-        connection.execute(_INSERT_EVENT, places.events)
+        session.execute(_INSERT_EVENT, places.events)
     return states
 
 
@@ -210,7 +208,7 @@ class _Places:
     same call."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self._connection = session, session.connection()
+        self._session = session
         self._nodes: dict[int, _Node] = {}
         self._added: dict[str, int] = {}
         self._runs: dict[str, int] = {}
@@ -259,12 +257,12 @@ class _Places:
             )
         if branch.segment_id is None:
             branch.segment_id = segments.make(
-                self._connection, facts.branch, branch.head_id, id_, branch=facts.branch
+                self._session, facts.branch, branch.head_id, id_, branch=facts.branch
             )
             if branch.segment_id is None:
                 raise _moved_on(facts.branch, None, facts.parent)
         elif branch.first_id is None:
-            segments.note_first(self._connection, branch.segment_id, id_)
+            segments.note_first(self._session, branch.segment_id, id_)
         branch.first_id = branch.first_id or id_
         return branch.segment_id
 
@@ -290,7 +288,7 @@ class _Places:
         """Read from the database what is not yet known of a state's place; returns the row id of
         its parent."""
         parent = None if parent_id is not None else facts.parent
-        row: Any = self._connection.execute(
+        row: Any = self._session.execute(
             _PLACE, {"parent": parent, "run": facts.run, "branch": facts.branch}
         ).one()
         if parent is not None:
@@ -353,7 +351,7 @@ class _Places:
         node = self._nodes.get(id_)
         if node is None:
             node = self._nodes[id_] = _Node(
-                id_, *self._connection.execute(_ABOVE, {"above": id_}).one()
+                id_, *self._session.execute(_ABOVE, {"above": id_}).one()
             )
         return node
 
@@ -366,12 +364,12 @@ def _moved_on(branch: str, head: str | None, parent: str | None) -> Conflict:
     )
 
 
-def _free_ids(connection: Connection, count: int) -> Iterator[int]:
+def _free_ids(session: Session, count: int) -> Iterator[int]:
     """Row ids that no other writer takes."""
-    if connection.dialect.name == "sqlite":  # we hold the write lock
-        first = connection.execute(_NEXT_ID).scalar_one()
+    if session.dialect.name == "sqlite":  # we hold the write lock
+        first = session.execute(_NEXT_ID).scalar_one()
         return iter(range(first, first + count))
-    return iter(connection.execute(_NEXT_IDS, {"count": count}).scalars().all())
+    return iter(session.execute(_NEXT_IDS, {"count": count}).scalars().all())
 
 
 class _Rows:
@@ -455,10 +453,10 @@ class _Rows:
                 }
             )
 
-    def insert(self, connection: Connection) -> None:
+    def insert(self, session: Session) -> None:
         """Insert all rows."""
         try:
-            connection.execute(_INSERT_STATE, self._states)
+            session.execute(_INSERT_STATE, self._states)
         except exc.IntegrityError as error:
             uids = " or ".join(str(row["uid"]) for row in self._states)
             raise Conflict(
@@ -466,11 +464,11 @@ class _Rows:
             ) from error
         for statement, rows in self._belongings.items():
             if rows:
-                connection.execute(statement, rows)
-        segments.grow(connection, self._tallies, self._ends)
+                session.execute(statement, rows)
+        segments.grow(session, self._tallies, self._ends)
 
 
-def _advance(connection: Connection, name: str, branch: _Branch) -> None:
+def _advance(session: Session, name: str, branch: _Branch) -> None:
     """Move the branch from where it was found to the newest state; if it has moved on, nothing
     at all is recorded."""
     if branch.is_new:
@@ -481,10 +479,10 @@ def _advance(connection: Connection, name: str, branch: _Branch) -> None:
             "version": branch.moves,
             "message": None,
         }
-        done: Any = connection.execute(_MAKE_BRANCH[connection.dialect.name], row)
+        done: Any = session.execute(_MAKE_BRANCH[session.dialect.name], row)
     else:
         moves = {"ref": name, "old": branch.old_id, "new": branch.head_id, "moves": branch.moves}
-        done = connection.execute(_MOVE_BRANCH, moves)
+        done = session.execute(_MOVE_BRANCH, moves)
     if done.rowcount != 1:
         raise _moved_on(name, None, branch.old)
 
@@ -674,11 +672,10 @@ def carry(session: Session, states: Iterable[State], runs: Mapping[str, Run]) ->
     rows = {uid: _row(runs[uid]) for uid in wanted if uid is not None}
     for uid, row in sorted(rows.items(), key=lambda item: str(item[1]["uid"])):
         # in one order, so that two writers never wait for each other
-        connection = session.connection()
-        connection.execute(_INSERT[connection.dialect.name], row)
-        id_ = connection.execute(_ID, {"uid": row["uid"]}).one().id
-        if not lookup.of_runs(connection, [id_]):
-            lookup.keep(connection, id_, runs[uid].config)
+        session.execute(_INSERT[session.dialect.name], row)
+        id_ = session.execute(_ID, {"uid": row["uid"]}).one().id
+        if not lookup.of_runs(session, [id_]):
+            lookup.keep(session, id_, runs[uid].config)
     return {uid: str(row["uid"]) for uid, row in rows.items()}
 
 

@@ -40,7 +40,7 @@ from datastates.values import Value
 from . import segments
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ def _make(session: Session, ref: Ref, reason: str) -> Ref:
     check_name(ref.name)
     values.message(ref.message or "", f"the message of {ref.name!r}")
     id_ = id_of(session, ref.state)
-    dialect = session.get_bind().dialect.name
+    dialect = session.dialect.name
     row = {
         "name": ref.name,
         "kind": ref.kind.value,

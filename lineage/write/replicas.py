@@ -31,7 +31,8 @@ from datastates.lineage.states import RefKind, State, Status
 
 if TYPE_CHECKING:
     from sqlalchemy import Row
-    from sqlalchemy.orm import Session
+
+    from datastates.lineage.session import Session
 
 
 SAFETY = {
@@ -150,9 +151,9 @@ def mark_all(session: Session, marks: Sequence[Mark]) -> dict[tuple[str, int], S
             replicas.append(_replica_of(row.id, one.rank, one.tier, one.node, one.bytes))
         statuses[one.uid, one.rank] = now
     if updates:
-        session.connection().execute(_SET_DURABLE, updates)
+        session.execute(_SET_DURABLE, updates)
     if replicas:
-        session.connection().execute(_UPSERT_REPLICA[session.get_bind().dialect.name], replicas)
+        session.execute(_UPSERT_REPLICA[session.dialect.name], replicas)
     return statuses
 
 
@@ -184,7 +185,7 @@ def _mark_part(
 def hold(session: Session, state_id: int, *, rank: int, tier: str, node: str, bytes: int) -> None:
     """Note that a tier of a node holds one rank's part; ``bytes`` are those that it added there."""
     session.execute(
-        _UPSERT_REPLICA[session.get_bind().dialect.name],
+        _UPSERT_REPLICA[session.dialect.name],
         _replica_of(state_id, rank, tier, node, bytes),
     )
 
@@ -351,7 +352,7 @@ def withdraw(
 def take_turns(session: Session) -> None:
     """Wait until no other transaction withdraws states, deletes their files or adds files.
     (SQLite has only one writer anyway.)"""
-    if session.get_bind().dialect.name == "postgresql":
+    if session.dialect.name == "postgresql":
         session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
 
 

@@ -53,7 +53,7 @@ from .refs import note_event
 from .replicas import unheld
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 RANK = f"{OURS}rank"
@@ -108,7 +108,7 @@ def start(session: Session, run: Run) -> None:
             "finished_at": None if run.finished_at is None else to_us(run.finished_at),
         },
     )
-    lookup.keep(session.connection(), made.inserted_primary_key[0], run.config)
+    lookup.keep(session, made.inserted_primary_key[0], run.config)
 
 
 def configure(session: Session, run: Run) -> None:
@@ -117,7 +117,7 @@ def configure(session: Session, run: Run) -> None:
     Does nothing if the run is not recorded."""
     found = session.execute(select(RUN.c.id).where(RUN.c.uid == run.uid)).scalar()
     if found is not None:
-        lookup.keep(session.connection(), found, run.config, replaces=True)
+        lookup.keep(session, found, run.config, replaces=True)
 
 
 def finish(
@@ -422,7 +422,7 @@ def _runs(session: Session, query: Select[Any]) -> list[Run]:
 def _by_id(session: Session, query: Select[Any]) -> dict[int, Run]:
     """The runs that a query of whole rows finds, in its order, with their settings."""
     rows = session.execute(query).all()
-    found = lookup.of_runs(session.connection(), [row.id for row in rows])
+    found = lookup.of_runs(session, [row.id for row in rows])
     return {row.id: _to_run(row, found.get(row.id, {})) for row in rows}
 
 

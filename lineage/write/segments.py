@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     BigInteger,
-    Connection,
     Integer,
     bindparam,
     case,
@@ -32,7 +31,7 @@ from datastates.lineage.schema import METRIC, SEGMENT, STATE, STRETCH
 from datastates.lineage.states import PLACES, STATES, WHOLE, Tally, place_of
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 _BATCH = 1000  # rows written at once
@@ -51,7 +50,7 @@ def begin(session: Session, name: str, head: int) -> tuple[int | None, int | Non
     segment meanwhile.
     """
     leave(session, name)  # an older branch of that name
-    segment = make(session.connection(), name, head, None, branch=name)
+    segment = make(session, name, head, None, branch=name)
     return (None, None) if segment is None else (segment, _inherit(session, segment, head))
 
 
@@ -68,7 +67,7 @@ def leave(session: Session, name: str) -> None:
 def rename(session: Session, old: str, new: str) -> None:
     """Give the segment of a branch that was renamed, and those that it lost, to that branch's
     new name."""
-    session.connection().execute(_RENAME, {"of": old, "to": new})
+    session.execute(_RENAME, {"of": old, "to": new})
 
 
 def lock(
@@ -81,7 +80,7 @@ def lock(
     transaction locks segments before refs and states, so that two of them do not wait for each
     other.
     """
-    if session.get_bind().dialect.name == "postgresql":
+    if session.dialect.name == "postgresql":
         if takes_turns:
             session.execute(_TAKE_TURN)
         session.execute(_LOCK, {"names": list(names), "uid": of_state})
@@ -92,7 +91,7 @@ def remeasure(session: Session, state: int) -> None:
     home: Any = session.execute(_HOME, {"state": state}).one()
     if home.segment_id is not None:
         place = place_of(home.generation)
-        _summarise(session.connection(), home.segment_id, place, place)
+        _summarise(session, home.segment_id, place, place)
 
 
 def move(session: Session, name: str, old: int, new: int) -> None:
@@ -103,29 +102,27 @@ def move(session: Session, name: str, old: int, new: int) -> None:
         begin(session, name, new)
     elif old != new:
         _cut(session, home.segment_id, new, home.generation)
-        _summarise(session.connection(), home.segment_id, place_of(home.generation + 1))
+        _summarise(session, home.segment_id, place_of(home.generation + 1))
 
 
 # What record needs
 
 
 def make(
-    connection: Connection, name: str, fork: int | None, first: int | None, *, branch: str | None
+    session: Session, name: str, fork: int | None, first: int | None, *, branch: str | None
 ) -> int | None:
     """The id of a new segment; None if the branch got one from another writer meanwhile."""
     row = {"name": name, "branch": branch, "fork_id": fork, "first_id": first}
-    made = connection.execute(_MAKE[connection.dialect.name], row).scalar()
+    made = session.execute(_MAKE[session.dialect.name], row).scalar()
     return None if made is None else int(made)
 
 
-def note_first(connection: Connection, segment: int, first: int) -> None:
+def note_first(session: Session, segment: int, first: int) -> None:
     """Note the first state of a segment."""
-    connection.execute(_NOTE_FIRST, {"segment": segment, "first": first})
+    session.execute(_NOTE_FIRST, {"segment": segment, "first": first})
 
 
-def grow(
-    connection: Connection, tallies: Mapping[tuple[int, str], Tally], ends: Collection[int]
-) -> None:
+def grow(session: Session, tallies: Mapping[tuple[int, str], Tally], ends: Collection[int]) -> None:
     """Add new states to the summaries, by segment and metric, and write the stretches that are
     complete now.
 
@@ -136,14 +133,14 @@ def grow(
             {"segment_id": key[0], "key": key[1], "place": WHOLE, **tallies[key].row()}
             for key in sorted(tallies)
         ]
-        connection.execute(_GROW[connection.dialect.name], rows)
+        session.execute(_GROW[session.dialect.name], rows)
     if ends:
         found: defaultdict[tuple[int, int, str], Tally] = defaultdict(Tally)
         for row in sorted(
-            connection.execute(_ENDING, {"ends": list(ends)}), key=lambda row: int(row.id)
+            session.execute(_ENDING, {"ends": list(ends)}), key=lambda row: int(row.id)
         ):
             found[row.segment_id, place_of(row.low), row.key].add(row.id, row.value)
-        _insert(connection, found)
+        _insert(session, found)
 
 
 # The rest
@@ -165,81 +162,80 @@ def _inherit(session: Session, segment: int, head: int) -> int | None:
 
     Returns the first of them, by row id."""
     lock(session)
-    connection, at = session.connection(), head
+    at = head
     free, emptied = list[Any](), list[int]()
     while at is not None:
-        home: Any = connection.execute(_HOME, {"state": at}).one()
+        home: Any = session.execute(_HOME, {"state": at}).one()
         if home.branch is not None:
             break
         if home.segment_id is not None:
             _cut(session, home.segment_id, at, home.generation)
             emptied.append(home.segment_id)
-        free = _path(connection, at, home.segment_id) + free
+        free = _path(session, at, home.segment_id) + free
         at = free[0].parent_id
     if not free:
         return None
-    _take(connection, segment, [row.id for row in free])
-    connection.execute(_BEGIN, {"segment": segment, "fork": free[0].parent_id, "first": free[0].id})
-    _summarise(connection, segment)
+    _take(session, segment, [row.id for row in free])
+    session.execute(_BEGIN, {"segment": segment, "fork": free[0].parent_id, "first": free[0].id})
+    _summarise(session, segment)
     for statement in (_FORGET_ALL, _FORGET_SEGMENTS):
-        connection.execute(statement, {"ids": emptied})
+        session.execute(statement, {"ids": emptied})
     return int(free[0].id)
 
 
 def _cut(session: Session, segment: int, new: int, generation: int) -> None:
     """Move the states after ``new`` in a segment to a segment that no branch has, or to a branch
     that was made there."""
-    connection = session.connection()
-    tip: Any = connection.execute(_TIP, {"segment": segment}).one()
-    behind = _path(connection, tip.id, segment, generation + 1)
+    tip: Any = session.execute(_TIP, {"segment": segment}).one()
+    behind = _path(session, tip.id, segment, generation + 1)
     if behind:
-        rest = make(connection, tip.name, new, behind[0].id, branch=None)
+        rest = make(session, tip.name, new, behind[0].id, branch=None)
         assert rest is not None
-        _take(connection, rest, [row.id for row in behind])
-        _summarise(connection, rest)
+        _take(session, rest, [row.id for row in behind])
+        _summarise(session, rest)
         _pass_on(session, rest)
 
 
-def _path(connection: Connection, head: int, segment: int | None, low: int = 0) -> list[Any]:
+def _path(session: Session, head: int, segment: int | None, low: int = 0) -> list[Any]:
     """A state and its first parents, as long as they belong to the segment, or with None to no
     segment; the oldest first."""
-    rows = connection.execute(_PATH, {"head": head, "segment": segment or 0, "low": low}).all()
+    rows = session.execute(_PATH, {"head": head, "segment": segment or 0, "low": low}).all()
     return sorted(rows, key=lambda row: int(row.id))
 
 
-def _take(connection: Connection, segment: int, ids: list[int]) -> None:
+def _take(session: Session, segment: int, ids: list[int]) -> None:
     for some in batches(ids, _BATCH):
-        connection.execute(_TAKE, {"segment": segment, "ids": some})
+        session.execute(_TAKE, {"segment": segment, "ids": some})
 
 
-def _summarise(connection: Connection, segment: int, first: int = 0, last: int = _LAST) -> None:
+def _summarise(session: Session, segment: int, first: int = 0, last: int = _LAST) -> None:
     """Write the stretches of a segment from ``first`` to ``last`` again, and its whole summary.
 
     The other stretches are right."""
-    tip: Any = connection.execute(_TIP, {"segment": segment}).one()
+    tip: Any = session.execute(_TIP, {"segment": segment}).one()
     tail, asked = place_of(tip.generation + 1), {"segment": segment, "first": first, "last": last}
-    connection.execute(_FORGET, asked)
+    session.execute(_FORGET, asked)
     found: defaultdict[tuple[int, int, str], Tally] = defaultdict(Tally)
-    for row in connection.execute(_VALUES, {**asked, "tail": tail}):
+    for row in session.execute(_VALUES, {**asked, "tail": tail}):
         found[segment, place_of(row.generation), row.key].add(row.id, row.value)
-    _insert(connection, {at: tally for at, tally in found.items() if at[1] < tail})
+    _insert(session, {at: tally for at, tally in found.items() if at[1] < tail})
     whole: defaultdict[tuple[int, int, str], Tally] = defaultdict(Tally)
-    for row in connection.execute(_STRETCHES, {"segment": segment}):
+    for row in session.execute(_STRETCHES, {"segment": segment}):
         whole[segment, WHOLE, row.key].extend(Tally(*(getattr(row, column) for column in PLACES)))
     for (_, place, key), tally in found.items():
         if place >= tail:
             whole[segment, WHOLE, key].extend(tally)
-    _insert(connection, whole)
+    _insert(session, whole)
 
 
-def _insert(connection: Connection, made: Mapping[tuple[int, int, str], Tally]) -> None:
+def _insert(session: Session, made: Mapping[tuple[int, int, str], Tally]) -> None:
     """Write summaries by segment, place and metric."""
     rows = [
         {"segment_id": at[0], "place": at[1], "key": at[2], **tally.row()}
         for at, tally in made.items()
     ]
     if rows:
-        connection.execute(insert(STRETCH), rows)
+        session.execute(insert(STRETCH), rows)
 
 
 def _columns(state: Any) -> tuple[Any, ...]:

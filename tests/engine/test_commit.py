@@ -40,9 +40,8 @@ from tests.support.effort import part
 from tests.support.interrupting import NEVER, Interruption, codes_of
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
     from datastates.engine.handle import Staged
+    from datastates.lineage.session import Session
 
 _COMMIT = codes_of(
     commit,

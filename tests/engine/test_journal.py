@@ -27,8 +27,7 @@ from datastates.training.tracker import Tracker
 from tests.support.lineages import told
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
+    from datastates.lineage.session import Session
     from datastates.lineage.states import NewState, State
 
 

@@ -21,7 +21,7 @@ from datastates.lineage.states import Ref, RefKind
 from datastates.lineage.write import refs
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 
 def test_a_name_that_was_committed_after_a_younger_one_is_seen(

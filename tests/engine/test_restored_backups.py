@@ -271,15 +271,15 @@ def test_a_server_s_database_that_is_dropped_and_restored_gets_what_it_lacks(
             training.capture_unheard(2)
             with (
                 pytest.raises(Unavailable, match="is not there for now"),
-                repo.core.database.read() as session,
+                repo.core.database.read(),
             ):
-                session.connection()
+                pass
             _server(postgresql, "createdb", name)
             with (
                 pytest.raises(Unavailable, match="is not there for now"),
-                repo.core.database.read() as session,
+                repo.core.database.read(),
             ):
-                session.connection()
+                pass
             _server(postgresql, "dropdb", "-f", name)
             restore(name)
             training.capture(5)
@@ -323,8 +323,8 @@ def test_a_database_that_is_still_being_restored_is_waited_for(
         ]:
             restore(name, section)
             if problem is not None:
-                with pytest.raises(Unavailable, match=problem), database.read() as session:
-                    session.connection()
-        with database.read() as session:
-            session.connection()
+                with pytest.raises(Unavailable, match=problem), database.read():
+                    pass
+        with database.read():
+            pass
         database.close()

@@ -27,7 +27,7 @@ from datastates.state.manifest import CHUNK_BYTES
 from datastates.training.tracker import Tracker
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 ROOM = 10 * CHUNK_BYTES
 

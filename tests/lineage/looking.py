@@ -8,9 +8,8 @@ from datastates.lineage import lookup
 from datastates.lineage.query import walk
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
     from datastates.lineage import State
+    from datastates.lineage.session import Session
 
 
 def by_prefix(session: Session, prefix: str) -> State:

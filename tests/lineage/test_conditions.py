@@ -37,7 +37,7 @@ def test_postgresql_reads_the_index_of_beginnings_for_a_text(
 ) -> None:
     rows = "select g, 'name', 'str', md5(g::text) from generate_series(1000, 31000) g"
     with database.write() as session:
-        run = session.connection().exec_driver_sql
+        run = session.exec_driver_sql
         run("set local session_replication_role = replica")  # without the states themselves
         run(f"insert into attribute (state_id, key, type, text) {rows}")
         run(f"insert into setting (run_id, key, type, text) {rows}")
@@ -47,12 +47,10 @@ def test_postgresql_reads_the_index_of_beginnings_for_a_text(
         for name, owner in (("attr", "attribute"), ("config", "setting")):
             found = ids(Compare(Field(name, Kind.ANY, "name"), asked, "000"), "postgresql")
             assert found is not None
-            compiled = found.compile(session.connection())
+            compiled = found.compile(session)
             plan = [
                 str(row[0])
-                for row in session.connection().exec_driver_sql(
-                    f"EXPLAIN {compiled}", dict(compiled.params)
-                )
+                for row in session.exec_driver_sql(f"EXPLAIN {compiled}", dict(compiled.params))
             ]
             assert any(f"ix_{owner}_key_beginning" in line for line in plan), plan
             assert any("Index Cond" in line and "left" in line for line in plan), plan

@@ -47,9 +47,9 @@ def test_a_new_lineage_has_the_schema_of_the_models(empty_url: str) -> None:
         return bool(item.info.get("dialect", dialect) == dialect)
 
     with database.read() as session:
-        dialect = session.get_bind().dialect.name
+        dialect = session.dialect.name
         context = MigrationContext.configure(
-            session.connection(), opts={"compare_type": True, "include_object": is_for_it}
+            session, opts={"compare_type": True, "include_object": is_for_it}
         )
         assert compare_metadata(context, metadata) == []
     database.close()

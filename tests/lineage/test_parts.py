@@ -126,7 +126,7 @@ def test_a_state_of_one_part_is_recorded_at_once_and_leaves_no_part(
         tell(database, replace(new, digest=secrets.token_hex(32)), 0)
     with database.read() as session:
         assert parts.part_digests(session, state.uid) == (new.digest,)
-        assert session.connection().exec_driver_sql("SELECT count(*) FROM part").scalar() == 0
+        assert session.exec_driver_sql("SELECT count(*) FROM part").scalar() == 0
 
 
 def test_a_part_that_is_told_again_changes_nothing(database: Database, new_state: Make) -> None:
@@ -280,12 +280,7 @@ def test_a_state_whose_parent_waits_waits_too_and_both_become_visible_together(
     assert tell(database, states[0][0], 0) is not None
     assert log_of(database) == [told[0].uid for told in states]
     with database.read() as session:
-        assert (
-            session.connection()
-            .exec_driver_sql("SELECT count(*) FROM part WHERE rank < 0")
-            .scalar()
-            == 0
-        )
+        assert session.exec_driver_sql("SELECT count(*) FROM part WHERE rank < 0").scalar() == 0
 
 
 def test_what_one_rank_skipped_is_given_up_for_all_and_the_next_hangs_on_the_one_before(

@@ -24,7 +24,7 @@ from datastates.lineage.write.replicas import check_withdrawal, mark
 from tests.lineage.conftest import on_one_database
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 Grow = Callable[..., State]
 HERE = {"tier": "local", "node": "here"}

@@ -674,7 +674,7 @@ def test_a_rare_value_of_a_metric_that_every_state_has_reads_its_index(
         " world_size"
     )
     with database.write() as session:
-        run = session.connection().exec_driver_sql
+        run = session.exec_driver_sql
         run(f"insert into state ({columns}) select {others}")
         run("insert into metric (state_id, key, value) select id, 'loss', random() from state")
         run(
@@ -690,18 +690,18 @@ def test_a_rare_value_of_a_metric_that_every_state_has_reads_its_index(
         asked.append((statement, parameters))
 
     with database.read() as session:
-        event.listen(session.get_bind(), "before_cursor_execute", listen)
+        event.listen(session.engine, "before_cursor_execute", listen)
         try:
             found = [
                 len(find(session, query).states)
                 for query in ("metrics.rare > 0.5", "metrics.rare > 0.5 order by step")
             ]
         finally:
-            event.remove(session.get_bind(), "before_cursor_execute", listen)
+            event.remove(session.engine, "before_cursor_execute", listen)
         plans = [
             str(row[0])
             for one in asked
-            for row in session.connection().exec_driver_sql(f"EXPLAIN {one[0]}", one[1])
+            for row in session.exec_driver_sql(f"EXPLAIN {one[0]}", one[1])
         ]
     assert found == [10, 10]
     assert any("Index" in line for line in plans)
@@ -723,11 +723,11 @@ def _plan(database: Database, text: str, selective: int) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch, database.read() as session:
         patch.setattr("datastates.lineage.query.pages.SELECTIVE", selective)
-        event.listen(session.get_bind(), "before_cursor_execute", listen)
+        event.listen(session.engine, "before_cursor_execute", listen)
         try:
             find(session, text)
         finally:
-            event.remove(session.get_bind(), "before_cursor_execute", listen)
+            event.remove(session.engine, "before_cursor_execute", listen)
         statement, parameters = next(one for one in asked if "ORDER BY" in one[0])
-        raw = session.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+        raw = session.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
         return [str(row[3]) for row in raw]

@@ -28,7 +28,7 @@ from tests.support.effort import seeds
 from tests.support.lineages import told
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
+    from datastates.lineage.session import Session
 
 KEYS = ("loss", "acc", "val/loss")
 NUMBERS = (0.5, -1.0, 2.0, 0.5, 3.25, math.nan, math.inf, -math.inf)

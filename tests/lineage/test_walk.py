@@ -256,7 +256,7 @@ def test_walks_agree_with_brute_force(
     with database.write() as session:
         # what earlier examples left is other graphs; further parents among them change the way of
         # looking
-        session.connection().exec_driver_sql("DELETE FROM edge")
+        session.exec_driver_sql("DELETE FROM edge")
     model: nx.DiGraph[int] = nx.DiGraph()
     states: list[State] = []
     with database.write() as session:

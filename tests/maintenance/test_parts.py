@@ -125,7 +125,7 @@ def test_what_waits_is_listed_and_what_will_never_be_whole_is_removed(tmp_path: 
 
 def never_whole(repo: datastates.Repository) -> list[str]:
     with repo.core.reading() as session:
-        rows = session.connection().exec_driver_sql(
+        rows = session.exec_driver_sql(
             f"SELECT state_uid FROM part WHERE status = '{Why.LATE.value}'"
         )
         return [str(row[0]) for row in rows]

@@ -158,7 +158,7 @@ def test_only_connections_through_a_pooler_prepare_nothing(
         database = Database(url)
         try:
             with database.read() as session:
-                raw: Any = session.connection().connection.driver_connection
+                raw: Any = session.connection.driver_connection
                 return raw.prepare_threshold, raw.execute("SHOW jit").fetchone()[0]
         finally:
             database.close()
@@ -177,7 +177,7 @@ def test_only_connections_through_a_pooler_prepare_nothing(
 def test_an_error_that_passes_by_sqlalchemy_is_ours(postgresql_url: str) -> None:
     database = Database(postgresql_url)
     with pytest.raises(Unavailable, match="does not answer"), database.write() as session:
-        broken(session.connection().connection.driver_connection)
+        broken(session.connection.driver_connection)
     with database.write():
         pass
     database.close()

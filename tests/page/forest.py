@@ -14,8 +14,7 @@ from datastates.lineage.write import record, refs
 from tests.support.lineages import told
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
+    from datastates.lineage.session import Session
     from datastates.repository import Repository
 
 

@@ -14,8 +14,7 @@ from datastates.values import Value
 from tests.support.lineages import told
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
+    from datastates.lineage.session import Session
     from datastates.repository import Repository
 
 RATES = (0.01, 0.03, 0.1, 0.3)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 import datastates
 from datastates import Config, Repository, Status, Unavailable
 from datastates.engine.runner import Runner
 from datastates.errors import InvalidInput
-from datastates.lineage.session import Session
 from datastates.maintenance.retention_pass import evict
 from tests.transport.clones.peers.pairs import Made, Training, train
 
@@ -90,11 +90,11 @@ def test_an_eviction_whose_commit_fails_drops_nothing(
     old = repo.state("main~2")
     before = repo.load(old.uid)["model"]
 
-    def fail(self: Session) -> None:
+    def fail(self: Connection) -> None:
         raise OperationalError("COMMIT", {}, OSError("disk I/O error"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "commit", fail)
+        patch.setattr(Connection, "commit", fail)
         with pytest.raises(Unavailable):
             evict(repo.core, old.uid)
     assert repo.state(old.uid).status is Status.CAPTURED
