@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import BigInteger, ColumnElement, Select, bindparam, delete, insert, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Executable,
+    Select,
+    bindparam,
+    delete,
+    insert,
+    select,
+)
 
 from datastates.errors import Ambiguous, InvalidInput, NotFound
 from datastates.system import logs
@@ -31,20 +40,32 @@ if TYPE_CHECKING:
     from datastates.lineage.session import Session
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def batches(values: Sequence[T], most: int) -> Iterator[list[T]]:
+def batches(values: Sequence[_T], most: int) -> Iterator[list[_T]]:
     """The values in their order, at most ``most`` at a time; no batch if there are none."""
     for start in range(0, len(values), most):
         yield list(values[start : start + most])
 
 
+_BATCH = 1000  # values in one IN list
+
+
+def rows_in_batches(
+    session: Session,
+    statement: Executable,
+    values: Iterable[int] | Iterable[str],
+    name: str = "ids",
+    **bound: object,
+) -> Iterator[Any]:
+    """The rows of a statement with an IN list called ``name``, for any number of ``values``."""
+    for some in batches(list(values), _BATCH):
+        yield from session.execute(statement, {**bound, name: some})
+
+
 # The settings of runs: the part of their configuration that somebody chose, one row for each
 # value.
-
-
-_BATCH = 1000  # ids in one IN list
 
 
 def keep(
@@ -69,9 +90,8 @@ def shown(config: Mapping[str, Value]) -> dict[str, Value]:
 def of_runs(session: Session, ids: Iterable[int]) -> dict[int, dict[str, Value]]:
     """The settings of runs by row id, each in alphabetical order; runs without any are left out."""
     found: defaultdict[int, dict[str, Value]] = defaultdict(dict)
-    for some in batches(sorted(set(ids)), _BATCH):
-        for id_, key, type_, number, text in session.execute(_OF_RUNS, {"ids": some}).all():
-            found[id_][key] = value_of(type_, number, text)
+    for id_, key, type_, number, text in rows_in_batches(session, _OF_RUNS, sorted(set(ids))):
+        found[id_][key] = value_of(type_, number, text)
     return {id_: logs.named(chosen) for id_, chosen in found.items()}
 
 
@@ -83,8 +103,7 @@ _OF_RUNS = (
 )
 
 
-# States by uid, by the beginning of a uid, and in bulk: a handful of queries however many there
-# are.
+# States by uid, by the beginning of a uid, and in bulk.
 
 
 _PREFIX = re.compile(r"[0-9a-f]{4,24}")
@@ -179,9 +198,7 @@ def ids_of(session: Session, uids: Sequence[str]) -> list[int]:
 
     :raises NotFound: one of them is unknown; the error names it.
     """
-    found: dict[str, int] = {}
-    for batch in batches(list(uids), _BATCH):
-        found.update((uid, id_) for uid, id_ in session.execute(_IDS_OF, {"uids": batch}))
+    found = {row.uid: row.id for row in rows_in_batches(session, _IDS_OF, uids, "uids")}
     try:
         return [found[uid] for uid in uids]
     except KeyError as error:
@@ -190,9 +207,7 @@ def ids_of(session: Session, uids: Sequence[str]) -> list[int]:
 
 def uids_of(session: Session, ids: Sequence[int]) -> list[str]:
     """The uids of states by row id, in the order of ``ids``."""
-    found: dict[int, str] = {}
-    for batch in batches(ids, _BATCH):
-        found.update((row.id, row.uid) for row in session.execute(_UIDS_OF, {"ids": batch}))
+    found = {row.id: row.uid for row in rows_in_batches(session, _UIDS_OF, ids)}
     return [found[id_] for id_ in ids]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, Integer, bindparam, func, select
 
-from datastates.lineage.lookup import batches
+from datastates.lineage.lookup import rows_in_batches
 from datastates.lineage.schema import (
     ATTRIBUTE,
     EVENT,
@@ -97,11 +97,7 @@ def lost_parts(session: Session, heads: Mapping[str, int]) -> dict[str, list[Any
     begins on no state of the path to the newest state.
     """
     found: defaultdict[str, list[Any]] = defaultdict(list)
-    for part in (
-        row
-        for some in batches(sorted(heads), 500)
-        for row in session.execute(_LOST, {"names": some})
-    ):
+    for part in rows_in_batches(session, _LOST, sorted(heads), "names"):
         if part.after is None or first_meeting(session, heads[part.name], part.after) == part.after:
             found[part.name].append(part)
     return found
@@ -285,11 +281,7 @@ def own_points(
 
 def names_of(session: Session, ids: Sequence[int]) -> list[tuple[str, int]]:
     """The uid and the step of states by row id, in the order of ``ids``."""
-    found: dict[int, tuple[str, int]] = {}
-    for some in batches(ids, 1000):
-        found.update(
-            (row.id, (row.uid, row.step)) for row in session.execute(_NAMES, {"ids": some})
-        )
+    found = {row.id: (row.uid, row.step) for row in rows_in_batches(session, _NAMES, ids)}
     return [found[id_] for id_ in ids]
 
 
@@ -417,8 +409,6 @@ _STRETCHES = (
 EPOCH = "epoch"
 """The metric, or else the attribute, that says in which epoch a state was captured."""
 
-_BATCH = 1000
-
 
 class Axis(StrEnum):
     """The quantity on the horizontal axis of a curve."""
@@ -433,15 +423,16 @@ def along(session: Session, ids: Sequence[int], axis: Axis) -> list[float | None
     epochs, or None; nothing for steps."""
     if axis is Axis.STEP:
         return []
-    found: dict[int, float | None] = {}
     wanted = sorted(set(ids))
-    for batch in batches(wanted, _BATCH):
-        some = {"ids": batch}
-        if axis is Axis.TIME:
-            found.update((row.id, row.created_at / 1e6) for row in session.execute(_TIMES, some))
-        else:  # metrics last: a measured value overrides a noted one
-            found.update((row.state_id, row.number) for row in session.execute(_NOTED, some))
-            found.update((row.state_id, row.value) for row in session.execute(_MEASURED, some))
+    found: dict[int, float | None]
+    if axis is Axis.TIME:
+        found = {row.id: row.created_at / 1e6 for row in rows_in_batches(session, _TIMES, wanted)}
+    else:  # metrics last: a measured value overrides an attribute
+        found = {
+            row.state_id: row.value
+            for statement in (_NOTED, _MEASURED)
+            for row in rows_in_batches(session, statement, wanted)
+        }
     return [found.get(id_) for id_ in ids]
 
 
@@ -463,6 +454,6 @@ _TIMES = select(STATE.c.id, STATE.c.created_at).where(STATE.c.id.in_(_ids))
 _MEASURED = select(METRIC.c.state_id, METRIC.c.value).where(
     METRIC.c.state_id.in_(_ids), METRIC.c.key == EPOCH
 )
-_NOTED = select(ATTRIBUTE.c.state_id, ATTRIBUTE.c.number).where(
+_NOTED = select(ATTRIBUTE.c.state_id, ATTRIBUTE.c.number.label("value")).where(
     ATTRIBUTE.c.state_id.in_(_ids), ATTRIBUTE.c.key == EPOCH
 )

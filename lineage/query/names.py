@@ -12,7 +12,7 @@ from sqlalchemy import BigInteger, Select, bindparam, func, select
 
 from datastates import values
 from datastates.errors import InvalidInput, NotFound
-from datastates.lineage.lookup import batches, id_of
+from datastates.lineage.lookup import id_of, rows_in_batches
 from datastates.lineage.schema import (
     EVENT,
     FOLDER,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 # Branches and tags as they stand, and where they stood before. ``change.refs`` changes them.
 
 
-_REFS_BATCH = 1000  # names in one IN list
 _NEAR = 100
 
 _old = STATE.alias("old")
@@ -72,11 +71,8 @@ def moved(session: Session, after: int) -> dict[str, Ref | None]:
     found: dict[str, Ref | None] = dict.fromkeys(
         session.execute(_MOVED, {"after": after}).scalars()
     )
-    for some in batches(list(found), _REFS_BATCH):
-        found.update(
-            (row.name, _to_ref(row)) for row in session.execute(_REFS.where(REF.c.name.in_(some)))
-        )
-    return found
+    rows = rows_in_batches(session, _NAMED, list(found), "names")
+    return found | {row.name: _to_ref(row) for row in rows}
 
 
 def reflog(
@@ -149,6 +145,7 @@ def near(session: Session, name: str, kind: RefKind | None = None) -> list[str]:
 _REFS: Select[Any] = select(
     REF.c.name, REF.c.kind, REF.c.version, REF.c.message, STATE.c.uid
 ).join_from(REF, STATE, STATE.c.id == REF.c.state_id)
+_NAMED = _REFS.where(REF.c.name.in_(bindparam("names", expanding=True)))
 _EVENTS: Select[Any] = (
     select(
         EVENT.c.id,
@@ -170,11 +167,10 @@ _LAST_EVENT = select(func.max(EVENT.c.id))
 # The notes on states and branches. ``change.notes`` writes them.
 
 
-_NOTES_BATCH = 500  # uids in one IN list
-
 _NOTES = select(NOTE, STATE.c.uid.label("state")).outerjoin_from(
     NOTE, STATE, STATE.c.id == NOTE.c.state_id
 )
+_NOTES_OF = _NOTES.where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
 
 
 def get_note(session: Session, uid: str) -> Note:
@@ -223,10 +219,8 @@ def notes(
 
 def of_states(session: Session, uids: Iterable[str]) -> list[Note]:
     """The notes on some states, oldest first."""
-    wanted, found = sorted(set(uids)), list[Any]()
-    for some in batches(wanted, _NOTES_BATCH):
-        found += session.execute(_NOTES.where(STATE.c.uid.in_(some))).all()
-    return [_to_note(row) for row in sorted(found, key=lambda row: row.id)]
+    rows = rows_in_batches(session, _NOTES_OF, sorted(set(uids)), "uids")
+    return [_to_note(row) for row in sorted(rows, key=lambda row: int(row.id))]
 
 
 def _to_note(row: Any) -> Note:

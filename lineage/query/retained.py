@@ -27,7 +27,7 @@ from sqlalchemy import (
     union,
 )
 
-from datastates.lineage.lookup import batches
+from datastates.lineage.lookup import rows_in_batches
 from datastates.lineage.schema import (
     EDGE,
     METRIC,
@@ -53,7 +53,6 @@ _PAGE_MIN = 32
 _PAGE = 5000
 _NOWHERE = 2**63 - 1  # above each row id
 _WORST = (-math.inf, 0)
-_RETAINED_BATCH = 1000  # ids in one IN list
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +83,10 @@ def durable(
         metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
         with database.read() as session:
             rows = session.execute(_PAGES, {**place, "after": after}).all()
-            for some in batches([row.id for row in rows], _RETAINED_BATCH) if keys else ():
-                for state_id, key, value in session.execute(
-                    _METRICS, {"ids": some, "keys": list(keys)}
-                ):
-                    if value is not None:
-                        metrics[state_id][key] = value
+            ids = [row.id for row in rows] if keys else []
+            for state_id, key, value in rows_in_batches(session, _METRICS, ids, keys=list(keys)):
+                if value is not None:
+                    metrics[state_id][key] = value
         yield [Durable(*row, metrics.get(row.id, _NONE)) for row in rows]
         if len(rows) < _PAGE:
             return
@@ -154,14 +151,8 @@ def elsewhere(
 ) -> set[int]:
     """Those of these row ids whose states other processes than ``holder`` have in their
     ``volatile`` tiers."""
-    found = set[int]()
-    for some in batches(sorted(ids), _RETAINED_BATCH):
-        found.update(
-            session.execute(
-                _ELSEWHERE, {"ids": some, "volatile": list(volatile), "own": holder}
-            ).scalars()
-        )
-    return found
+    rows = rows_in_batches(session, _ELSEWHERE, sorted(ids), volatile=list(volatile), own=holder)
+    return {row.state_id for row in rows}
 
 
 def only_of(session: Session, name: str) -> frozenset[int]:
@@ -362,27 +353,19 @@ _LEADING = led_here(lambda passed: ~exists().where(*_here, REPLICA.c.state_id ==
 # nothing at all.
 
 
-_LEFTOVERS_BATCH = 500  # uids in one IN list
-
-
 def given_up(session: Session, uids: Sequence[str], *, tier: str, node: str) -> list[str]:
     """Those of these states that were evicted or lost, and have no recorded replica on a tier of a
     node; and those of several parts that never became complete.
     """
-    found: list[str] = []
-    for some in batches(uids, _LEFTOVERS_BATCH):
-        found += session.execute(
-            _GIVEN_UP, {"uids": some, "on_tier": tier, "on_node": node}
-        ).scalars()
-        found += session.execute(_NEVER_WHOLE, {"uids": some}).scalars()
-    return found
+    gone = rows_in_batches(session, _GIVEN_UP, uids, "uids", on_tier=tier, on_node=node)
+    never_complete = rows_in_batches(session, _NEVER_WHOLE, uids, "uids")
+    return [row[0] for row in (*gone, *never_complete)]
 
 
 def unheard_of(session: Session, uids: Iterable[str]) -> list[str]:
     """The uids that neither are states here nor wait for their parts."""
-    wanted, known = list(uids), set[str]()
-    for some in batches(wanted, _LEFTOVERS_BATCH):
-        known.update(session.execute(_KNOWN, {"uids": some}).scalars())
+    wanted = list(uids)
+    known = {row[0] for row in rows_in_batches(session, _KNOWN, wanted, "uids")}
     return [uid for uid in wanted if uid not in known]
 
 

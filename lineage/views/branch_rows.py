@@ -25,7 +25,7 @@ import msgspec
 from sqlalchemy import BigInteger, Select, bindparam, func, select
 
 from datastates.errors import InvalidInput
-from datastates.lineage.lookup import batches, states
+from datastates.lineage.lookup import rows_in_batches, states
 from datastates.lineage.query.curves import outline, own_points
 from datastates.lineage.schema import (
     EVENT,
@@ -190,7 +190,6 @@ class Branches:
 # branches.
 
 
-_ROWS_BATCH = 500
 _GONE = [status.value for status in Status if not status.is_restorable]
 _SAFE = [Status.DURABLE.value, Status.REPLICATED.value, Status.EXTERNAL.value]
 
@@ -319,14 +318,13 @@ def kept_of(session: Session, run: str) -> tuple[int, int, int]:
 def _counted(session: Session, ids: Sequence[int]) -> Counts:
     """The counts of some segments; many are read along the index at once."""
     found = dict.fromkeys(ids, (0, 0, 0))
-    for some in batches(ids, _ROWS_BATCH):
-        for segment_id, status, count, size in session.execute(_COUNTS_OF, {"ids": some}):
-            restorable, durable, total = found[segment_id]
-            found[segment_id] = (
-                restorable + (0 if status in _GONE else count),
-                durable + (count if status in _SAFE else 0),
-                total + int(size or 0),
-            )
+    for segment_id, status, count, size in rows_in_batches(session, _COUNTS_OF, ids):
+        restorable, durable, total = found[segment_id]
+        found[segment_id] = (
+            restorable + (0 if status in _GONE else count),
+            durable + (count if status in _SAFE else 0),
+            total + int(size or 0),
+        )
     return found
 
 
@@ -532,7 +530,6 @@ class Cursors:
 # Where states come from: the branch to which each belongs; and which states came last.
 
 
-_ORIGINS_BATCH = 1000
 _NEWEST = select(func.max(STATE.c.id))
 _AFTER = (
     select(STATE.c.id).where(STATE.c.id > bindparam("last", type_=BigInteger)).order_by(STATE.c.id)
@@ -548,10 +545,7 @@ def branches_of(session: Session, uids: Sequence[str]) -> dict[str, str]:
     """The branch to which each of some states belongs, by uid: the one that captured it.
 
     States that no branch ever had are left out."""
-    found: dict[str, str] = {}
-    for some in batches(uids, _ORIGINS_BATCH):
-        found.update((row.uid, row.name) for row in session.execute(_SEGMENTS, {"uids": some}))
-    return found
+    return {row.uid: row.name for row in rows_in_batches(session, _SEGMENTS, uids, "uids")}
 
 
 def newest_id(session: Session) -> int:
@@ -676,18 +670,15 @@ def _births(
     session: Session, wanted: Mapping[str, int], known: Mapping[str, int]
 ) -> dict[str, int]:
     """The first event of each branch; for known branches it is not read again."""
-    found = {name: known[name] for name in wanted if name in known}
-    missing = [name for name in wanted if name not in found]
-    for some in batches(missing, 500):
-        found.update((name, int(id_)) for name, id_ in session.execute(_BIRTHS, {"names": some}))
-    return found
+    missing = [name for name in wanted if name not in known]
+    return {name: known[name] for name in wanted if name in known} | {
+        name: int(id_) for name, id_ in rows_in_batches(session, _BIRTHS, missing, "names")
+    }
 
 
 # Small curves: a few points of what a branch has to itself, or of its path if it has nothing, its
 # extremes among them.
 
-
-_SPARKLINE_BATCH = 500
 
 _STEPS = select(STATE.c.id, STATE.c.step).where(
     STATE.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
@@ -747,9 +738,8 @@ def _line(session: Session, row: Row, metric: str | None, points: int, drawn: Li
                 ),
                 points,
             )
-        steps: dict[int, int] = {}
-        for some in batches([id_ for id_, _ in own], _SPARKLINE_BATCH):
-            steps.update((found.id, found.step) for found in session.execute(_STEPS, {"ids": some}))
+        rows = rows_in_batches(session, _STEPS, [id_ for id_, _ in own])
+        steps = {found.id: found.step for found in rows}
         line = Line(
             tuple([steps[id_] for id_, _ in own]),
             tuple([None if math.isnan(value) else value for _, value in own]),

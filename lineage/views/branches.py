@@ -19,7 +19,7 @@ from sqlalchemy import BigInteger, ColumnElement, bindparam, func, select
 
 from datastates.errors import InvalidInput
 from datastates.lineage import lookup
-from datastates.lineage.lookup import batches, states
+from datastates.lineage.lookup import rows_in_batches, states
 from datastates.lineage.query.conditions import Scope, condition
 from datastates.lineage.query.curves import lost_parts
 from datastates.lineage.query.grammar import parse_query
@@ -63,9 +63,6 @@ if TYPE_CHECKING:
     from datastates.lineage.session import Session
 
 
-_BATCH = 500
-
-
 def groups_of(session: Session, group: str, made_by: Mapping[int, int | None]) -> dict[int, Value]:
     """The value of ``study``, ``config.KEY`` or ``attr.KEY`` for each state, by row id; states
     without one are left out.
@@ -97,19 +94,13 @@ def configs_of(session: Session, ids: Sequence[int]) -> dict[int, dict[str, Valu
 
 def attributes_of(session: Session, ids: Sequence[int], key: str) -> dict[int, Value]:
     """One attribute of states, by row id."""
-    found: dict[int, Value] = {}
-    for some in batches(ids, _BATCH):
-        rows = session.execute(_ATTRIBUTES, {"ids": some, "of": key})
-        found.update({row.state_id: row.text if row.type == "str" else row.number for row in rows})
-    return found
+    rows = rows_in_batches(session, _ATTRIBUTES, ids, of=key)
+    return {row.state_id: row.text if row.type == "str" else row.number for row in rows}
 
 
 def runs_of(session: Session, ids: Sequence[int]) -> dict[int, int | None]:
     """The row ids of the runs that captured states."""
-    found: dict[int, int | None] = {}
-    for some in batches(ids, _BATCH):
-        found.update({row.id: row.run_id for row in session.execute(_RUNS, {"ids": some})})
-    return found
+    return {row.id: row.run_id for row in rows_in_batches(session, _RUNS, ids)}
 
 
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
@@ -297,7 +288,7 @@ class _Page:
             session, [id_ for id_ in (*ids, *(id_ for id_, _ in best.values())) if id_ is not None]
         )
         run_ids = {id_ for row in rows for id_ in (row.run_id, row.fork_run_id) if id_ is not None}
-        known = _runs(session, run_ids)
+        known = runs.by_ids(session, run_ids)
         configs = configs_of(session, list(run_ids))
         studies, variants = (
             attributes_of(session, [row.head_id for row in rows], key)
@@ -421,17 +412,7 @@ def _text(value: Value) -> str | None:
 
 
 def _states(session: Session, ids: Sequence[int]) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-    for some in batches(sorted(set(ids)), _BATCH):
-        found.update((row.id, row) for row in session.execute(_SOME, {"ids": some}))
-    return found
-
-
-def _runs(session: Session, ids: set[int]) -> dict[int, Run]:
-    found: dict[int, Run] = {}
-    for some in batches(sorted(ids), _BATCH):
-        found.update(runs.by_ids(session, some))
-    return found
+    return {row.id: row for row in rows_in_batches(session, _SOME, sorted(set(ids)))}
 
 
 def _rates(session: Session, rows: Sequence[Row]) -> dict[str, float]:
@@ -442,26 +423,20 @@ def _rates(session: Session, rows: Sequence[Row]) -> dict[str, float]:
     for row in rows:
         if row.states > 1:
             ends[row.head_id].append(row)
-    for some in batches(sorted(ends), _BATCH):
-        for head, *before in session.execute(_BACK, {"ids": some}):
-            back = list(zip(*[iter(before)] * 4, strict=True))  # the farthest first
-            for row in ends[head]:
-                rate = _rate(row, back)
-                if rate is not None:
-                    found[row.name] = rate
+    for head, *before in rows_in_batches(session, _BACK, sorted(ends)):
+        back = list(zip(*[iter(before)] * 4, strict=True))  # the farthest first
+        for row in ends[head]:
+            for id_, run_id, step, created_us in back:
+                if (
+                    id_ is not None
+                    and id_ >= (row.first_id or 0)
+                    and run_id == row.run_id
+                    and row.changed_us > created_us
+                ):
+                    took_us = row.changed_us - created_us
+                    found[row.name] = max(0.0, (row.step - step) * 1e6 / took_us)
+                    break
     return found
-
-
-def _rate(row: Row, back: Sequence[Any]) -> float | None:
-    for id_, run_id, step, created_us in back:
-        if (
-            id_ is not None
-            and id_ >= (row.first_id or 0)
-            and run_id == row.run_id
-            and row.changed_us > created_us
-        ):
-            return float(max(0.0, (row.step - step) * 1e6 / (row.changed_us - created_us)))
-    return None
 
 
 _is_branch = REF.c.kind == RefKind.BRANCH.value
@@ -618,10 +593,9 @@ def _trainings(session: Session, uids: Sequence[str]) -> dict[str, list[Run]]:
     """The trainings that go on in some processes, by the uid of the process, the first begun
     first."""
     found: defaultdict[str, list[Run]] = defaultdict(list)
-    for some in batches(uids, _BATCH):
-        ids = list(session.execute(_TRAININGS, {"uids": some}).scalars())
-        for run in sorted(runs.by_ids(session, ids).values(), key=lambda one: one.started_at):
-            found[run.process or ""].append(run)
+    ids = [row.id for row in rows_in_batches(session, _TRAININGS, uids, "uids")]
+    for run in sorted(runs.by_ids(session, ids).values(), key=lambda one: one.started_at):
+        found[run.process or ""].append(run)
     return found
 
 

@@ -1,15 +1,16 @@
-"""One state as HTML for notebooks.
-
-``State`` uses this module, so this module knows a state only by its fields."""
+"""One state as HTML for notebooks, and the colors of branches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from datetime import datetime
 from html import escape
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .text import age_text, clean, short, size_text, step_text, time_text
+
+if TYPE_CHECKING:
+    from datastates.lineage.states import State
 
 MONO = "font-family:ui-monospace,monospace"
 _STATUS_COLOURS = {"captured": "#2a9fb5", "evicted": "#8a8a8a", "lost": "#d9534f"}
@@ -29,16 +30,6 @@ def code(value: object) -> str:
     return f'<code style="{MONO}">{escape(clean(str(value)))}</code>'
 
 
-def facts_html(facts: Iterable[tuple[str, str]]) -> str:
-    """A list of names, which are escaped here, and values, which are already HTML."""
-    cell = "text-align:left;vertical-align:top"
-    rows = (
-        f'<tr><th style="{cell}">{text(name)}</th><td style="{cell}">{value}</td></tr>'
-        for name, value in facts
-    )
-    return f"<table><tbody>{''.join(rows)}</tbody></table>"
-
-
 def table_html(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table whose header is escaped here and whose cells are already HTML."""
     head = "".join(f'<th style="text-align:left">{text(name)}</th>' for name in header)
@@ -54,109 +45,36 @@ def status_html(status: str) -> str:
     return f'<span style="color:{_STATUS_COLOURS.get(status, _DURABLE)}">{escape(status)}</span>'
 
 
-# One state as HTML for notebooks. ``State`` uses this module, so this module knows a state only
-# by its fields.
-
-
 _MESSAGE = 80
 
 
-class Further(Protocol):
-    """A further parent."""
-
-    @property
-    def parent(self) -> str: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def weight(self) -> float: ...
-
-
-class Shown(Protocol):
-    """The fields of a state that are shown."""
-
-    @property
-    def uid(self) -> str: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def micro_step(self) -> int: ...
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-
-    @property
-    def attributes(self) -> Mapping[str, object]: ...
-
-    @property
-    def config(self) -> Mapping[str, object]: ...
-
-    @property
-    def message(self) -> str | None: ...
-
-    @property
-    def created_at(self) -> datetime: ...
-
-    @property
-    def status(self) -> str: ...
-
-    @property
-    def parents(self) -> Sequence[str]: ...
-
-    @property
-    def edges(self) -> Sequence[Further]: ...
-
-    @property
-    def run(self) -> str | None: ...
-
-    @property
-    def bytes_total(self) -> int: ...
-
-    @property
-    def bytes_new(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-
-def state_html(state: Shown, *, now: datetime | None = None) -> str:
+def state_html(state: State, *, now: datetime | None = None) -> str:
     """Everything that a state knows about itself, as HTML."""
+    kinds = {edge.parent: f" {edge.kind!s}, weight {edge.weight:g}" for edge in state.edges}
+    message = "<br>".join(map(text, (state.message or "").splitlines()))
     facts = [
         ("state", code(state.uid)),
         ("step", text(step_text(state))),
         ("status", status_html(state.status)),
+        ("captured", text(f"{time_text(state.created_at)}, {age_text(state.created_at, now)}")),
+        *([("message", message)] if state.message else []),
+        *((f"metrics.{key}", text(f"{value:.9g}")) for key, value in sorted(state.metrics.items())),
+        *(
+            (f"{kind}.{key}", text(repr(value), most=_MESSAGE))
+            for kind, each in (("attr", state.attributes), ("config", state.config))
+            for key, value in sorted(each.items())
+        ),
+        *(("parent", code(short(each)) + text(kinds.get(each, ""))) for each in state.parents),
+        ("size", text(f"{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new")),
+        *([("ranks", text(state.world_size))] if state.world_size > 1 else []),
+        *([("run", code(short(state.run)))] if state.run else []),
     ]
-    facts.append(
-        ("captured", text(f"{time_text(state.created_at)}, {age_text(state.created_at, now)}"))
+    cell = "text-align:left;vertical-align:top"
+    rows = (
+        f'<tr><th style="{cell}">{text(name)}</th><td style="{cell}">{value}</td></tr>'
+        for name, value in facts
     )
-    facts += (
-        [("message", "<br>".join(map(text, state.message.splitlines())))] if state.message else []
-    )
-    facts += [
-        (f"metrics.{key}", text(f"{value:.9g}")) for key, value in sorted(state.metrics.items())
-    ]
-    facts += [
-        (f"attr.{key}", text(repr(value), most=_MESSAGE))
-        for key, value in sorted(state.attributes.items())
-    ]
-    facts += [
-        (f"config.{key}", text(repr(value), most=_MESSAGE))
-        for key, value in sorted(state.config.items())
-    ]
-    kinds = {edge.parent: f" {edge.kind!s}, weight {edge.weight:g}" for edge in state.edges}
-    facts += [
-        ("parent", code(short(parent)) + text(kinds.get(parent, ""))) for parent in state.parents
-    ]
-    facts.append(
-        ("size", text(f"{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"))
-    )
-    facts += [("ranks", text(state.world_size))] if state.world_size > 1 else []
-    facts += [("run", code(short(state.run)))] if state.run else []
-    return facts_html(facts)
+    return f"<table><tbody>{''.join(rows)}</tbody></table>"
 
 
 # The colour of a branch, from its name alone: the same in the graph, in chips, in curves, in the

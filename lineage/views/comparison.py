@@ -20,7 +20,7 @@ from sqlalchemy import BigInteger, bindparam, select
 
 from datastates.errors import InvalidInput
 from datastates.lineage import lookup
-from datastates.lineage.lookup import batches, id_of, states
+from datastates.lineage.lookup import id_of, rows_in_batches, states
 from datastates.lineage.query import walk
 from datastates.lineage.query.names import replicas_of
 from datastates.lineage.query.walk import first_parents
@@ -347,9 +347,8 @@ def _is_twin(key: str, axis: Axis, axes: Mapping[str, Axis]) -> bool:
 def _metrics(session: Session, rows: Sequence[Any], taken: Taken) -> list[Axis]:
     found: defaultdict[str, dict[int, float | None]] = defaultdict(dict)
     ids = [row.segment_id for row in rows if row.segment_id is not None]
-    for some in batches(ids, _BATCH):
-        for tally in session.execute(_TALLIES, {"ids": some}):
-            found[tally.key][tally.segment_id] = _value(tally, taken)
+    for tally in rows_in_batches(session, _TALLIES, ids):
+        found[tally.key][tally.segment_id] = _value(tally, taken)
     axes = []
     for key in by_relevance(found):
         values = [found[key].get(row.segment_id or 0) for row in rows]
@@ -371,7 +370,6 @@ def _axis(
     return Axis(f"{prefix}.{key}", kind, tuple(values), len(distinct) > 1, direction)
 
 
-_BATCH = 500
 _HEADS = (
     select(
         REF.c.name,

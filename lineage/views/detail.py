@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 from datastates.errors import InvalidInput, NotFound
-from datastates.lineage.lookup import batches, id_of, states
+from datastates.lineage.lookup import id_of, states
 from datastates.lineage.query import names as names_query
 from datastates.lineage.query import walk
 from datastates.lineage.query.names import last_event, node_of
@@ -41,7 +41,7 @@ from datastates.lineage.schema import (
     STATE,
     from_us,
 )
-from datastates.lineage.states import DIED, Ref, RefEvent, RefKind, Run, State, Status
+from datastates.lineage.states import DIED, Ref, RefEvent, RefKind, State, Status
 from datastates.lineage.write import runs
 from datastates.lineage.write.runs import counted
 
@@ -346,9 +346,6 @@ _AFTER: Select[Any] = (
 # so.
 
 
-_BATCH = 500
-
-
 @dataclass(frozen=True, slots=True)
 class Failures:
     """``processes`` trained for ``ran_s`` seconds in total; ``died`` of them were found dead by
@@ -363,10 +360,7 @@ def failures(session: Session) -> Failures:
     """The failures among all processes that captured here.
 
     One that died, or goes on, counts as running until its newest state."""
-    ids = list(session.execute(_PROCESSES).scalars())
-    found: list[Run] = []
-    for some in batches(ids, _BATCH):
-        found += runs.by_ids(session, some).values()
+    found = list(runs.by_ids(session, session.execute(_PROCESSES).scalars().all()).values())
     died = [run for run in found if run.config.get(DIED) is True]
     ran_s = 0.0
     for run in found:

@@ -20,7 +20,7 @@ import msgspec
 from sqlalchemy import BigInteger, Integer, bindparam, func, select
 
 from datastates.errors import InvalidInput, NotFound
-from datastates.lineage.lookup import batches, id_of, states
+from datastates.lineage.lookup import id_of, rows_in_batches, states
 from datastates.lineage.schema import (
     ATTRIBUTE,
     EDGE,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 _START = "start/"
 _DONE = "done/"
 _ATTRIBUTES = ("study", "variant", "epoch", "samples", "samples_all", "variant_set")
-_BATCH = 500
 
 
 class Stage(StrEnum):
@@ -285,9 +284,8 @@ def _heads(session: Session, prefix: str, kind: RefKind) -> list[Any]:
 
 def _read_attributes(session: Session, rows: Mapping[str, _Row]) -> None:
     found: defaultdict[int, dict[str, Value]] = defaultdict(dict)
-    for ids in batches(_head_ids(rows), _BATCH):
-        for row in session.execute(_VALUES, {"ids": ids, "keys": list(_ATTRIBUTES)}):
-            found[row.state_id][row.key] = row.text if row.type == "str" else row.number
+    for row in rows_in_batches(session, _VALUES, _head_ids(rows), keys=list(_ATTRIBUTES)):
+        found[row.state_id][row.key] = row.text if row.type == "str" else row.number
     for each in rows.values():
         each.attributes = found.get(each.head.id, {}) if each.head is not None else {}
 
@@ -296,18 +294,16 @@ def _learn(session: Session, rows: Mapping[str, _Row], living: Living | None) ->
     """Add to each variant its metrics, what its branch holds, whether it is being trained, and
     where it forked."""
     metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
-    for ids in batches(_head_ids(rows), _BATCH):
-        for state_id, key, value in session.execute(_METRICS, {"ids": ids}):
-            metrics[state_id][key] = math.nan if value is None else value
+    for state_id, key, value in rows_in_batches(session, _METRICS, _head_ids(rows)):
+        metrics[state_id][key] = math.nan if value is None else value
     by_branch = {row.branch: row for row in rows.values()}
-    for names in batches(list(by_branch), _BATCH):
-        for branch, count, size, fork in session.execute(_HELD, {"names": names}):
-            row = by_branch[branch]
-            row.states, row.bytes, row.fork_branch = count, int(size or 0), fork
-        known = runs.by_ids(session, list(session.execute(_AT_WORK, {"names": names}).scalars()))
-        for run in known.values():
-            if run.branch is not None and living is not None and living(run) is Life.RUNNING:
-                by_branch[run.branch].is_running = True
+    for branch, count, size, fork in rows_in_batches(session, _HELD, by_branch, "names"):
+        row = by_branch[branch]
+        row.states, row.bytes, row.fork_branch = count, int(size or 0), fork
+    at_work = [row.id for row in rows_in_batches(session, _AT_WORK, by_branch, "names")]
+    for run in runs.by_ids(session, at_work).values():
+        if run.branch is not None and living is not None and living(run) is Life.RUNNING:
+            by_branch[run.branch].is_running = True
     for row in rows.values():
         row.metrics = metrics.get(row.head.id, {}) if row.has_reported else {}
         if row.epochs is None and row.fork_branch in by_branch:
@@ -444,11 +440,8 @@ def _summaries(session: Session, names: Sequence[str]) -> list[Study]:
         for variant in found
         if f"{name}/{variant}" in refs
     ]
-    sizes = {
-        row.branch: int(row.size or 0)
-        for part in batches(branches, _BATCH)
-        for row in session.execute(_HELD, {"names": part})
-    }
+    held = rows_in_batches(session, _HELD, branches, "names")
+    sizes = {row.branch: int(row.size or 0) for row in held}
     return [_summary(name, variants[name], planned.get(name, {}), refs, sizes) for name in names]
 
 
@@ -606,18 +599,16 @@ def merges(
     wanted = _NEWEST if before is None else _NEWEST.where(EDGE.c.child_id < before)
     ids = list(session.execute(wanted.limit(limit + 1)).scalars())
     made = states(session, ids[:limit])
-    parents = {
-        state.uid: state
-        for state in _by_uid(session, sorted({uid for state in made for uid in state.parents}))
-    }
+    uids = sorted({uid for state in made for uid in state.parents})
+    parents = {state.uid: state for state in states(session, uids)}
     if metric is None:
         known = by_relevance(key for state in (*made, *parents.values()) for key in state.metrics)
         metric = next(iter(known), None)
     origins = branches_of(session, list(parents))
-    names = _names_merges(session, [state.uid for state in made])
-    items = tuple(
-        _merge(state, parents, origins, names.get(state.uid, ()), metric) for state in made
-    )
+    names = defaultdict[str, list[str]](list)
+    for uid, name in session.execute(_MERGES_REFS, {"uids": [state.uid for state in made]}):
+        names[uid].append(name)
+    items = tuple(_merge(state, parents, origins, names[state.uid], metric) for state in made)
     return Merges(items, items[-1].state if len(ids) > limit else None, metric)
 
 
@@ -674,27 +665,12 @@ def _value_merges(state: State, metric: str | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _by_uid(session: Session, uids: Sequence[str]) -> list[State]:
-    found: list[State] = []
-    for some in batches(uids, _BATCH):
-        found += states(session, list(session.execute(_IDS, {"uids": some}).scalars()))
-    return found
-
-
-def _names_merges(session: Session, uids: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for uid, name in session.execute(_MERGES_REFS, {"uids": list(uids)}):
-        found.setdefault(uid, []).append(name)
-    return found
-
-
 _NEWEST = (
     select(EDGE.c.child_id)
     .where(EDGE.c.kind.in_(_KINDS))
     .group_by(EDGE.c.child_id)
     .order_by(EDGE.c.child_id.desc())
 )
-_IDS = select(STATE.c.id).where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
 _MERGES_REFS = (
     select(STATE.c.uid, REF.c.name)
     .join_from(REF, STATE, STATE.c.id == REF.c.state_id)

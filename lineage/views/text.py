@@ -11,9 +11,12 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sqlalchemy import CTE, Table, func, select
+
+if TYPE_CHECKING:
+    from datastates.lineage.states import State
 
 _RELEVANCE_WORD = re.compile(r"[^\W_]+")
 _CHECKED = {"val": 0, "valid": 0, "validation": 0, "eval": 0, "dev": 0, "test": 1}
@@ -117,21 +120,10 @@ def spread_text(values: Mapping[int, float], digits: int) -> str:
     )
 
 
-# Words for people, wherever they read them: uids, sizes, times, and text of others made harmless.
-# Pure functions.
+# Texts for uids, sizes and times.
 
 
 _SHORT = 10
-
-
-class Stepped(Protocol):
-    """Anything that has a step."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def micro_step(self) -> int: ...
 
 
 def short(uid: str | None) -> str:
@@ -188,7 +180,7 @@ def age_text(moment: datetime, now: datetime | None = None) -> str:
     return f"{seconds} second{'s' if seconds != 1 else ''} ago"
 
 
-def step_text(state: Stepped) -> str:
+def step_text(state: State) -> str:
     """The step, with the batch of an accumulation that is not complete."""
     return f"{state.step}+{state.micro_step}" if state.micro_step else str(state.step)
 

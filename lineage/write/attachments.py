@@ -13,7 +13,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates import values
 from datastates.errors import Corrupt
-from datastates.lineage.lookup import batches, id_of
+from datastates.lineage.lookup import id_of, rows_in_batches
 from datastates.lineage.schema import (
     FOLDER,
     REPLICA,
@@ -265,15 +265,9 @@ _UPSERT = {
 # verified.
 
 
-_BATCH = 500  # uids in one IN list
-
-
 def seals(session: Session, uids: Iterable[str]) -> dict[str, str]:
     """The seal of each of these states that has one."""
-    found = dict[str, str]()
-    for some in batches(list(uids), _BATCH):
-        found.update((row.uid, row.digest) for row in session.execute(_SEALS, {"uids": some}))
-    return found
+    return {row.uid: row.digest for row in rows_in_batches(session, _SEALS, uids, "uids")}
 
 
 def check(known: str | None, found: str, uid: str) -> None:

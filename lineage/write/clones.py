@@ -13,7 +13,7 @@ from sqlalchemy import bindparam, case, delete, func, insert, select, update
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput
-from datastates.lineage.lookup import batches, id_of
+from datastates.lineage.lookup import batches, id_of, rows_in_batches
 from datastates.lineage.lookup import states as load
 from datastates.lineage.query.names import holder
 from datastates.lineage.schema import (
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from datastates.lineage.session import Session
 
 
-_BATCH = 500  # uids in one IN list, states recorded at once
+_BATCH = 500  # rows inserted at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,7 @@ def repository_uid(session: Session) -> str:
 
 def known(session: Session, uids: Iterable[str]) -> dict[str, str]:
     """The digest of each of these states that exists here."""
-    wanted, found = list(uids), dict[str, str]()
-    for batch in batches(wanted, _BATCH):
-        rows = session.execute(_DIGESTS, {"uids": batch})
-        found.update((row.uid, row.digest) for row in rows)
-    return found
+    return {row.uid: row.digest for row in rows_in_batches(session, _DIGESTS, uids, "uids")}
 
 
 def check_arrival(
@@ -163,11 +159,10 @@ def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
     """Those of these states whose bytes can be trusted as much as ``party``: captured here, or
     received from no one else."""
     wanted, parties = list(uids), dict[str, set[str]]()
-    for batch in batches(wanted, _BATCH):
-        for row in session.execute(_PARTIES, {"uids": batch}):
-            others = parties.setdefault(row.uid, set())
-            if row.source != party and not (row.source is None and row.run_id is not None):
-                others.add(row.source or "unknown")
+    for row in rows_in_batches(session, _PARTIES, wanted, "uids"):
+        others = parties.setdefault(row.uid, set())
+        if row.source != party and not (row.source is None and row.run_id is not None):
+            others.add(row.source or "unknown")
     return [uid for uid in wanted if parties.get(uid) == set()]
 
 
@@ -431,7 +426,8 @@ def last_moves(session: Session) -> dict[str, Move]:
 
 def put_moves(session: Session, moves: Sequence[Move], *, reason: str) -> None:
     """Move branches, or make them, with a line of the reflog for each move."""
-    ids = _ids(session, {uid for move in moves for uid in (move.old, move.new) if uid is not None})
+    uids = {uid for move in moves for uid in (move.old, move.new) if uid is not None}
+    ids = {row.uid: row.id for row in rows_in_batches(session, _HERE, uids, "uids")}
     rows = [
         {
             "name": move.name,
@@ -476,14 +472,6 @@ def totals(session: Session) -> dict[str, int]:
             "states": select(func.count()).select_from(STATE),
         }.items()
     }
-
-
-def _ids(session: Session, uids: set[str]) -> dict[str, int]:
-    """The row ids of those of these states that are here."""
-    found: dict[str, int] = {}
-    for some in batches(sorted(uids), _BATCH):
-        found |= {row.uid: row.id for row in session.execute(_HERE, {"uids": some})}
-    return found
 
 
 _HERE = select(STATE.c.uid, STATE.c.id).where(STATE.c.uid.in_(bindparam("uids", expanding=True)))

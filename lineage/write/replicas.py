@@ -23,15 +23,13 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import Conflict, InvalidInput, Unsupported
-from datastates.lineage.lookup import batches, id_of, ids_of, state, unknown
+from datastates.lineage.lookup import batches, id_of, ids_of, rows_in_batches, state, unknown
 from datastates.lineage.query.retained import elsewhere, leading, led_here
 from datastates.lineage.query.walk import nearest_restorable
 from datastates.lineage.schema import PART, REPLICA, STATE
 from datastates.lineage.states import RefKind, State, Status
 
 if TYPE_CHECKING:
-    from sqlalchemy import Row
-
     from datastates.lineage.session import Session
 
 
@@ -123,9 +121,8 @@ def mark_all(session: Session, marks: Sequence[Mark]) -> dict[tuple[str, int], S
 
     :raises DatastatesError: as ``mark``, for one of them.
     """
-    found: dict[str, Row[tuple[int, str, str, int]]] = {}
-    for some in batches(sorted({one.uid for one in marks}), _BATCH):
-        found |= {row.uid: row for row in session.execute(_LOCK_NAMED, {"uids": some})}
+    uids = sorted({one.uid for one in marks})
+    found = {row.uid: row for row in rows_in_batches(session, _LOCK_NAMED, uids, "uids")}
     statuses, updates, replicas = (
         dict[tuple[str, int], Status](),
         list[dict[str, object]](),
