@@ -36,6 +36,10 @@ class Status(StrEnum):
         return self not in (Status.EVICTED, Status.LOST)
 
 
+GONE = [status.value for status in Status if not status.is_restorable]
+"""The statuses of states without bytes, as the database has them."""
+
+
 class Why(StrEnum):
     """Why a state of several ranks was given up: what became of the part of one rank.
 

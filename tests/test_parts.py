@@ -22,10 +22,10 @@ from datastates.lineage import Database, NewState, State, StateFacts, Status
 from datastates.lineage.query.incomplete import waiting
 from datastates.lineage.query.names import refs
 from datastates.lineage.query.pages import find
-from datastates.lineage.write.parts import record_part
 from datastates.lineage.write.replicas import mark
 from datastates.storage.local import LocalTier
 from datastates.storage.tier import Payload
+from tests.support.records import record_part
 from tests.support.sharding import Box, boxes, deposit, sharded, shares_of
 from tests.support.strategies import random_tensor
 

@@ -51,16 +51,16 @@ def get(session: Session, name: str) -> Ref:
 def find(session: Session, name: str) -> Ref | None:
     """The ref of this name, or None."""
     row = session.execute(
-        _REFS.where(REF.c.name == bindparam("ref")),
+        REFS.where(REF.c.name == bindparam("ref")),
         {"ref": values.text(name, "the name of a branch or a tag")},
     ).first()
-    return None if row is None else _to_ref(row)
+    return None if row is None else to_ref(row)
 
 
 def refs(session: Session, kind: RefKind | None = None) -> list[Ref]:
     """All refs, or those of one kind, by name."""
-    query = _REFS if kind is None else _REFS.where(REF.c.kind == kind.value)
-    return sorted((_to_ref(row) for row in session.execute(query)), key=lambda ref: ref.name)
+    query = REFS if kind is None else REFS.where(REF.c.kind == kind.value)
+    return sorted((to_ref(row) for row in session.execute(query)), key=lambda ref: ref.name)
 
 
 def moved(session: Session, after: int) -> dict[str, Ref | None]:
@@ -72,7 +72,7 @@ def moved(session: Session, after: int) -> dict[str, Ref | None]:
         session.execute(_MOVED, {"after": after}).scalars()
     )
     rows = rows_in_batches(session, _NAMED, list(found), "names")
-    return found | {row.name: _to_ref(row) for row in rows}
+    return found | {row.name: to_ref(row) for row in rows}
 
 
 def reflog(
@@ -84,22 +84,11 @@ def reflog(
     :raises NotFound: there never was such a ref; the error names the nearest that exists.
     """
     name = values.text(name, "the name of a branch or a tag")
-    query = _EVENTS if before is None else _EVENTS.where(EVENT.c.id < before)
-    rows = session.execute(query.limit(limit), {"ref": name}).all()
+    query = EVENTS.where(EVENT.c.name == name).order_by(EVENT.c.id.desc()).limit(limit)
+    rows = session.execute(query if before is None else query.where(EVENT.c.id < before)).all()
     if not rows and limit != 0 and before is None:
         raise NotFound(f"there never was a branch or tag {name!r}{nearest(session, name)}")
-    return [
-        RefEvent(
-            row.id,
-            row.name,
-            RefKind(row.kind),
-            row.old,
-            row.new,
-            row.reason,
-            from_us(row.created_at),
-        )
-        for row in rows
-    ]
+    return [to_event(row) for row in rows]
 
 
 def last_event(session: Session) -> int:
@@ -108,8 +97,15 @@ def last_event(session: Session) -> int:
     return int(session.execute(_LAST_EVENT).scalar() or 0)
 
 
-def _to_ref(row: Any) -> Ref:
+def to_ref(row: Any) -> Ref:
+    """The ref in a row of ``REFS``."""
     return Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message)
+
+
+def to_event(row: Any) -> RefEvent:
+    """The line of a reflog in a row of ``EVENTS``."""
+    at = from_us(row.created_at)
+    return RefEvent(row.id, row.name, RefKind(row.kind), row.old, row.new, row.reason, at)
 
 
 def nearest(session: Session, name: str) -> str:
@@ -142,11 +138,11 @@ def near(session: Session, name: str, kind: RefKind | None = None) -> list[str]:
     )
 
 
-_REFS: Select[Any] = select(
+REFS: Select[Any] = select(
     REF.c.name, REF.c.kind, REF.c.version, REF.c.message, STATE.c.uid
 ).join_from(REF, STATE, STATE.c.id == REF.c.state_id)
-_NAMED = _REFS.where(REF.c.name.in_(bindparam("names", expanding=True)))
-_EVENTS: Select[Any] = (
+_NAMED = REFS.where(REF.c.name.in_(bindparam("names", expanding=True)))
+EVENTS: Select[Any] = (
     select(
         EVENT.c.id,
         EVENT.c.name,
@@ -157,8 +153,6 @@ _EVENTS: Select[Any] = (
     .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"))
     .outerjoin_from(EVENT, _old, _old.c.id == EVENT.c.old_id)
     .outerjoin(_new, _new.c.id == EVENT.c.new_id)
-    .where(EVENT.c.name == bindparam("ref"))
-    .order_by(EVENT.c.id.desc())
 )
 _MOVED = select(EVENT.c.name).where(EVENT.c.id > bindparam("after", type_=BigInteger)).distinct()
 _LAST_EVENT = select(func.max(EVENT.c.id))
@@ -282,10 +276,8 @@ def replicas_of(session: Session, uid: str) -> list[Replica]:
 
     :raises NotFound: there is no such state.
     """
-    rows = session.execute(_REPLICAS, {"state": id_of(session, uid)})
-    return [_replica_of(row) for row in rows]
-
-
-def _replica_of(row: Any) -> Replica:
-    node, _, run = row.node.partition(_MARK)
-    return Replica(row.rank, row.tier, node, row.status, row.bytes, run or None)
+    found = []
+    for row in session.execute(_REPLICAS, {"state": id_of(session, uid)}):
+        node, _, run = row.node.partition(_MARK)
+        found.append(Replica(row.rank, row.tier, node, row.status, row.bytes, run or None))
+    return found

@@ -39,7 +39,7 @@ from datastates.lineage.schema import (
     STATE,
     STRETCH,
 )
-from datastates.lineage.states import WHOLE, Status
+from datastates.lineage.states import GONE, WHOLE
 
 from .incomplete import WHYS
 from .revision import above, chain
@@ -377,13 +377,12 @@ def held_on(session: Session, *, tier: str, node: str) -> list[tuple[str, int]]:
 
 
 _uids: BindParameter[Any] = bindparam("uids", expanding=True)
-_GONE = [status.value for status in Status if not status.is_restorable]
 _held = exists().where(
     REPLICA.c.state_id == STATE.c.id,
     REPLICA.c.tier == bindparam("on_tier"),
     REPLICA.c.node == bindparam("on_node"),
 )
-_GIVEN_UP = select(STATE.c.uid).where(STATE.c.uid.in_(_uids), STATE.c.status.in_(_GONE), ~_held)
+_GIVEN_UP = select(STATE.c.uid).where(STATE.c.uid.in_(_uids), STATE.c.status.in_(GONE), ~_held)
 _NEVER_WHOLE = select(PART.c.state_uid).where(PART.c.state_uid.in_(_uids), PART.c.status.in_(WHYS))
 _KNOWN = union(
     select(STATE.c.uid).where(STATE.c.uid.in_(_uids)),

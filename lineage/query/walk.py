@@ -25,6 +25,7 @@ import msgspec
 from sqlalchemy import (
     CTE,
     BigInteger,
+    ColumnElement,
     Integer,
     Select,
     and_,
@@ -42,7 +43,7 @@ from sqlalchemy import (
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.lookup import id_of, states, unknown
 from datastates.lineage.schema import EDGE, METRIC, STATE
-from datastates.lineage.states import State, Status
+from datastates.lineage.states import GONE, State, Status
 
 if TYPE_CHECKING:
     from datastates.lineage.session import Session
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 _PAGE_MIN = 32
 _PAGE_MAX = 4096
-_GONE = [status.value for status in Status if not status.is_restorable]
 
 _jump = STATE.alias("jump")
 _next = STATE.alias("next")
@@ -67,35 +67,18 @@ _CHILDREN = union_all(
 )
 
 
-def _climb() -> Select[Any]:
-    """The first-parent ancestor of ``start`` at generation ``target``: jump while that does not
-    overshoot, else go one up."""
-    target = bindparam("target", type_=Integer)
-    at = select(STATE.c.id, STATE.c.parent_id, STATE.c.jump_id, STATE.c.generation).where(
-        STATE.c.id == bindparam("start")
+def _climb(target: ColumnElement[int]) -> Select[Any]:
+    """The first-parent ancestor of ``start`` at the generation ``target``: jump while that does
+    not overshoot, else go one up."""
+    columns = ("id", "parent_id", "jump_id", "generation")
+    walk = (
+        select(*(STATE.c[name] for name in columns), target.label("target"))
+        .where(STATE.c.id == bindparam("start"))
+        .cte("climb", recursive=True)
     )
-    walk = at.cte("climb", recursive=True)
-    up = case((_jump.c.generation >= target, _jump.c.id), else_=walk.c.parent_id)
-    step = (
-        select(_next.c.id, _next.c.parent_id, _next.c.jump_id, _next.c.generation)
-        .select_from(walk.join(_jump, _jump.c.id == walk.c.jump_id).join(_next, _next.c.id == up))
-        .where(walk.c.generation > target)
-    )
-    walk = walk.union_all(step)
-    return select(walk.c.id).where(walk.c.generation == target)
-
-
-def _climb_back() -> Select[Any]:
-    """The first-parent ancestor ``count`` generations above ``start``; nothing if the chain is
-    shorter."""
-    target = (STATE.c.generation - bindparam("count", type_=BigInteger)).label("target")
-    at = select(STATE.c.id, STATE.c.parent_id, STATE.c.jump_id, STATE.c.generation, target).where(
-        STATE.c.id == bindparam("start")
-    )
-    walk = at.cte("climb", recursive=True)
     up = case((_jump.c.generation >= walk.c.target, _jump.c.id), else_=walk.c.parent_id)
     step = (
-        select(_next.c.id, _next.c.parent_id, _next.c.jump_id, _next.c.generation, walk.c.target)
+        select(*(_next.c[name] for name in columns), walk.c.target)
         .select_from(walk.join(_jump, _jump.c.id == walk.c.jump_id).join(_next, _next.c.id == up))
         .where(walk.c.generation > walk.c.target)
     )
@@ -165,15 +148,15 @@ _LATER = (
     .join_from(
         STATE, _next, and_(_next.c.segment_id == STATE.c.segment_id, _next.c.id > STATE.c.id)
     )
-    .where(STATE.c.uid == bindparam("uid"), _next.c.status.not_in(_GONE))
+    .where(STATE.c.uid == bindparam("uid"), _next.c.status.not_in(GONE))
     .order_by(_next.c.id)
 )
-_CLIMB = _climb()
-_CLIMB_BACK = _climb_back()
+_CLIMB = _climb(bindparam("target", type_=Integer))
+_CLIMB_BACK = _climb(STATE.c.generation - bindparam("count", type_=BigInteger))
 _MEET = _meet()
 _CHAIN = _chain_page()
-_WALK_RESTORABLE = _restorable(_GONE)
-_LASTING = _restorable([*_GONE, Status.CAPTURED.value])
+_WALK_RESTORABLE = _restorable(GONE)
+_LASTING = _restorable([*GONE, Status.CAPTURED.value])
 
 
 @cache

@@ -27,6 +27,7 @@ from sqlalchemy import BigInteger, Select, bindparam, func, select
 from datastates.errors import InvalidInput
 from datastates.lineage.lookup import rows_in_batches, states
 from datastates.lineage.query.curves import outline, own_points
+from datastates.lineage.query.names import REFS, to_ref
 from datastates.lineage.schema import (
     EVENT,
     METRIC,
@@ -36,7 +37,18 @@ from datastates.lineage.schema import (
     STATE,
     STRETCH,
 )
-from datastates.lineage.states import WHOLE, Ending, Life, Ref, RefKind, Run, State, Status, Tally
+from datastates.lineage.states import (
+    GONE,
+    WHOLE,
+    Ending,
+    Life,
+    Ref,
+    RefKind,
+    Run,
+    State,
+    Status,
+    Tally,
+)
 from datastates.values import Value
 
 from .text import Direction, keys_of
@@ -190,7 +202,6 @@ class Branches:
 # branches.
 
 
-_GONE = [status.value for status in Status if not status.is_restorable]
 _SAFE = [Status.DURABLE.value, Status.REPLICATED.value, Status.EXTERNAL.value]
 
 
@@ -310,7 +321,7 @@ def kept_of(session: Session, run: str) -> tuple[int, int, int]:
     rows = session.execute(_OF_RUN, {"run": run}).all()
     return (
         sum(row.states for row in rows),
-        sum(row.states for row in rows if row.status not in _GONE),
+        sum(row.states for row in rows if row.status not in GONE),
         sum(int(row.size) for row in rows if row.status in _SAFE),
     )
 
@@ -321,7 +332,7 @@ def _counted(session: Session, ids: Sequence[int]) -> Counts:
     for segment_id, status, count, size in rows_in_batches(session, _COUNTS_OF, ids):
         restorable, durable, total = found[segment_id]
         found[segment_id] = (
-            restorable + (0 if status in _GONE else count),
+            restorable + (0 if status in GONE else count),
             durable + (count if status in _SAFE else 0),
             total + int(size or 0),
         )
@@ -570,9 +581,7 @@ _STAMP = select(
     select(func.count()).select_from(REF).scalar_subquery(),
     select(func.coalesce(func.sum(REF.c.version), 0)).scalar_subquery(),
 )
-_REFS = select(
-    REF.c.name, REF.c.kind, REF.c.version, REF.c.message, REF.c.state_id, STATE.c.uid
-).join_from(REF, STATE, STATE.c.id == REF.c.state_id)
+_REFS = REFS.add_columns(REF.c.state_id)
 _SOME_REFS = _REFS.where(REF.c.name.in_(bindparam("names", expanding=True)))
 _FEW = 100
 _CHANGED = (
@@ -657,13 +666,7 @@ def _moved(session: Session, old: Names, stamp: tuple[int, ...]) -> _Found | Non
 
 def _read(session: Session, statement: Select[Any], values: Mapping[str, object]) -> _Found:
     rows = session.execute(statement, values)
-    return {
-        row.name: (
-            int(row.state_id),
-            Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message),
-        )
-        for row in rows
-    }
+    return {row.name: (int(row.state_id), to_ref(row)) for row in rows}
 
 
 def _births(

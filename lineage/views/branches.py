@@ -23,6 +23,7 @@ from datastates.lineage.lookup import rows_in_batches, states
 from datastates.lineage.query.conditions import Scope, condition
 from datastates.lineage.query.curves import lost_parts
 from datastates.lineage.query.grammar import parse_query
+from datastates.lineage.query.names import REFS, to_ref
 from datastates.lineage.schema import (
     ATTRIBUTE,
     METRIC,
@@ -32,7 +33,18 @@ from datastates.lineage.schema import (
     from_us,
     to_us,
 )
-from datastates.lineage.states import Ending, How, Life, Ref, RefKind, Run, State, Status, ending_of
+from datastates.lineage.states import (
+    GONE,
+    Ending,
+    How,
+    Life,
+    Ref,
+    RefKind,
+    Run,
+    State,
+    Status,
+    ending_of,
+)
 from datastates.lineage.write import runs
 from datastates.values import Value
 
@@ -117,7 +129,6 @@ _RUNS = select(STATE.c.id, STATE.c.run_id).where(STATE.c.id.in_(_ids))
 POINTS = 60
 """How many points the small curve of a branch has."""
 
-_GONE = [status.value for status in Status if not status.is_restorable]
 _DONE = "done/"  # the prefix of the tags that studies put on what they have finished
 
 
@@ -454,7 +465,7 @@ def _best(direction: Direction) -> Any:
     found = select(
         STATE.c.id, select(METRIC.c.value).where(of_state).scalar_subquery().label("value")
     ).where(
-        STATE.c.segment_id == bindparam("segment", type_=BigInteger), STATE.c.status.not_in(_GONE)
+        STATE.c.segment_id == bindparam("segment", type_=BigInteger), STATE.c.status.not_in(GONE)
     )
     held = found.subquery()
     value = held.c.value
@@ -529,19 +540,8 @@ def summary(session: Session, *, heads: int, newest: int) -> Summary:
 
 def _refs(session: Session, where: ColumnElement[bool], limit: int | None) -> list[Ref]:
     """Refs, those that name the newest states first."""
-    columns: tuple[ColumnElement[Any], ...] = (
-        REF.c.name,
-        REF.c.kind,
-        STATE.c.uid,
-        REF.c.version,
-        REF.c.message,
-    )
-    query = select(*columns).join(STATE, STATE.c.id == REF.c.state_id).where(where)
-    rows = session.execute(query.order_by(REF.c.state_id.desc(), REF.c.name).limit(limit))
-    return [
-        Ref(name, RefKind(kind), uid, version, message)
-        for name, kind, uid, version, message in rows
-    ]
+    query = REFS.where(where).order_by(REF.c.state_id.desc(), REF.c.name).limit(limit)
+    return [to_ref(row) for row in session.execute(query)]
 
 
 # The processes that are tracking now, as far as can be known, and what their trainings captured

@@ -52,11 +52,6 @@ if TYPE_CHECKING:
 
 
 _next = STATE.alias("next")
-_REFS_AT = (
-    select(REF.c.name, REF.c.kind, REF.c.version, REF.c.message, STATE.c.uid)
-    .join_from(REF, STATE, STATE.c.id == REF.c.state_id)
-    .where(REF.c.state_id == bindparam("state", type_=BigInteger))
-)
 _below = union(
     select(STATE.c.id).where(STATE.c.parent_id == bindparam("state", type_=BigInteger)),
     select(EDGE.c.child_id).where(EDGE.c.parent_id == bindparam("state", type_=BigInteger)),
@@ -81,11 +76,8 @@ def refs_at(session: Session, uid: str) -> list[Ref]:
 
     :raises NotFound: there is no such state.
     """
-    rows = session.execute(_REFS_AT, {"state": id_of(session, uid)})
-    return sorted(
-        (Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message) for row in rows),
-        key=lambda ref: ref.name,
-    )
+    rows = session.execute(names_query.REFS.where(REF.c.state_id == id_of(session, uid)))
+    return sorted(map(names_query.to_ref, rows), key=lambda ref: ref.name)
 
 
 def child_uids(session: Session, uid: str) -> list[str]:
@@ -284,17 +276,7 @@ def read(
         missing = row.id - 1
         if missing > max(after, settled):
             return Events(tuple(items), _wait_for(session, missing, rows[-1].id, horizon))
-        items.append(
-            RefEvent(
-                row.id,
-                row.name,
-                RefKind(row.kind),
-                row.old,
-                row.new,
-                row.reason,
-                from_us(row.created_at),
-            )
-        )
+        items.append(names_query.to_event(row))
         after = row.id
     return Events(tuple(items), None)
 
@@ -323,20 +305,8 @@ _WRITERS = text(
 )
 
 
-_old = STATE.alias("old")
-_new = STATE.alias("new")
-_AFTER: Select[Any] = (
-    select(
-        EVENT.c.id,
-        EVENT.c.name,
-        EVENT.c.kind,
-        EVENT.c.reason,
-        EVENT.c.created_at,
-    )
-    .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"))
-    .outerjoin_from(EVENT, _old, _old.c.id == EVENT.c.old_id)
-    .outerjoin(_new, _new.c.id == EVENT.c.new_id)
-    .where(EVENT.c.id > bindparam("after"))
+_AFTER = (
+    names_query.EVENTS.where(EVENT.c.id > bindparam("after"))
     .order_by(EVENT.c.id)
     .limit(bindparam("limit"))
 )

@@ -13,7 +13,7 @@ from sqlalchemy import bindparam, case, delete, func, insert, select, update
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput
-from datastates.lineage.lookup import batches, id_of, rows_in_batches
+from datastates.lineage.lookup import batches, rows_in_batches
 from datastates.lineage.lookup import states as load
 from datastates.lineage.query.names import holder
 from datastates.lineage.schema import (
@@ -244,23 +244,6 @@ def arrive(
     return load(session, [state.uid])[0]
 
 
-def clones_of(session: Session, uid: str) -> list[Clone]:
-    """Every arrival of a state here, newest first."""
-    rows = session.execute(_CLONES, {"state": id_of(session, uid)})
-    return [
-        Clone(
-            uid,
-            row.source,
-            row.source_repository,
-            row.node,
-            row.run,
-            row.bytes_moved,
-            from_us(row.created_at),
-        )
-        for row in rows
-    ]
-
-
 def listing(
     session: Session, *, limit: int, after: int | None = None
 ) -> list[tuple[int, int, Clone]]:
@@ -326,12 +309,6 @@ _PARTIES = (
 _INSERT = insert(CLONE).values(
     state_id=select(STATE.c.id).where(STATE.c.uid == bindparam("held")).scalar_subquery(),
     run_id=select(RUN.c.id).where(RUN.c.uid == bindparam("run")).scalar_subquery(),
-)
-_CLONES = (
-    select(CLONE, RUN.c.uid.label("run"))
-    .select_from(CLONE.outerjoin(RUN, RUN.c.id == CLONE.c.run_id))
-    .where(CLONE.c.state_id == bindparam("state"))
-    .order_by(CLONE.c.id.desc())
 )
 _ARRIVALS = (
     select(CLONE, RUN.c.uid.label("run"), STATE.c.uid.label("state"), STATE.c.step)

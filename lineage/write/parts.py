@@ -48,7 +48,7 @@ from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage.lookup import id_of, state
 from datastates.lineage.query.incomplete import WHYS, Waiting, waiting
 from datastates.lineage.schema import PART, REPLICA, RUN, STATE, from_us, to_us
-from datastates.lineage.states import Edge, EdgeKind, NewState, State, StateFacts, Status, Why
+from datastates.lineage.states import Edge, EdgeKind, NewState, StateFacts, Status, Why
 from datastates.state.manifest import root_digest
 
 from .record import FIRST, Reduce, check, check_metrics, check_reduce, record, reduced
@@ -91,35 +91,19 @@ def form_after(form: str, updates: int) -> str:
     return f"{form}{_AFTER}{updates}"
 
 
-def record_part(
-    session: Session, new: NewState, *, rank: int, reduce: Reduce = FIRST
-) -> State | None:
-    """Record what one rank captured of a state. Returns the state if that completes it, or if it
-    was complete before; else None.
+def record_parts(session: Session, told: Sequence[Telling]) -> None:
+    """Record what ranks captured of states. The last part of a state makes the state visible.
 
-    ``new`` is what ``record`` takes, for this part only: its digest, its bytes and where they are;
-    ``new.facts.world_size`` says how many parts there are. The parts agree on parents, branch and
-    step. Attributes, message, time and run of the state are those of rank 0; ``reduce`` decides the
-    metrics. The state's digest is ``content.root.root_digest`` of the parts' digests and its
-    parents'. Reporting a part again changes nothing. An error must leave the transaction; the part
-    is then not reported.
+    The parts of a state agree on parents, branch and step. Attributes, message, time and run of the
+    state are those of rank 0; ``reduce`` decides the metrics. The state's digest is the
+    ``root_digest`` of the parts' digests and its parents'. Reporting a part again changes nothing.
+    An error must leave the transaction; the parts are then not reported.
 
-    :param rank: the rank of the part, in ``range(new.facts.world_size)``.
-    :raises Conflict: it contradicts a reported part: another digest, number of parts, parent,
+    :raises Conflict: a part contradicts a reported one: another digest, number of parts, parent,
         branch or step.
     :raises NotFound: there is no such run.
     :raises InvalidInput: there is no such rank, or a value cannot be stored; the error names it.
     """
-    record_parts(session, [Telling(new, rank, reduce)])
-    return (
-        state(session, new.uid)
-        if session.execute(_WHOLE, {"uid": new.uid}).scalar() is not None
-        else None
-    )
-
-
-def record_parts(session: Session, told: Sequence[Telling]) -> None:
-    """``record_part`` for several parts in one transaction."""
     for each in told:
         _check(each)
     _take_turns(session, {each.new.facts.branch for each in told})
@@ -257,19 +241,6 @@ def arrive_parts(
     ]
     if not known:
         session.execute(_INSERT, rows)
-
-
-def part_digests(session: Session, uid: str) -> tuple[str, ...]:
-    """The digests of a complete state's parts, by rank; for a state of one part, the state's own.
-
-    :raises NotFound: there is no such state.
-    """
-    found = state(session, uid)
-    return (
-        (found.digest,)
-        if found.world_size == 1
-        else tuple(session.execute(_DIGESTS, {"uid": uid}).scalars())
-    )
 
 
 # The steps of record_parts
@@ -657,7 +628,6 @@ _is_given_up = PART.c.status.in_(WHYS)
 _parts_of_it = (_of_uid, _is_part)
 _LOCK = text("SELECT pg_advisory_xact_lock(:key)")
 _whole = select(STATE.c.digest).where(STATE.c.uid == bindparam("uid")).scalar_subquery()
-_WHOLE = select(STATE.c.digest).where(STATE.c.uid == bindparam("uid"))
 _is_counter = (_of_uid, PART.c.rank == _COUNTER)
 _TOLD = select(
     select(PART.c.world_size).where(*_is_counter).scalar_subquery().label("count"),

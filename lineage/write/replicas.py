@@ -27,7 +27,7 @@ from datastates.lineage.lookup import batches, id_of, ids_of, rows_in_batches, s
 from datastates.lineage.query.retained import elsewhere, leading, led_here
 from datastates.lineage.query.walk import nearest_restorable
 from datastates.lineage.schema import PART, REPLICA, STATE
-from datastates.lineage.states import RefKind, State, Status
+from datastates.lineage.states import GONE, RefKind, State, Status
 
 if TYPE_CHECKING:
     from datastates.lineage.session import Session
@@ -41,7 +41,6 @@ SAFETY = {
     Status.REPLICATED: 3,
     Status.EXTERNAL: 4,
 }
-_GONE = [status.value for status in Status if not status.is_restorable]
 _BATCH = 1000  # ids in one IN list
 
 
@@ -306,7 +305,7 @@ _HELD = (
 )
 _EVICT_UNHELD = (
     update(STATE)
-    .where(STATE.c.id.in_(_ids), STATE.c.status.not_in(_GONE), unheld())
+    .where(STATE.c.id.in_(_ids), STATE.c.status.not_in(GONE), unheld())
     .values(status=Status.EVICTED.value)
     .returning(STATE.c.id, STATE.c.uid)
 )
@@ -341,7 +340,7 @@ def withdraw(
     for tier, node in places:
         evict(session, [uid], tier=tier, node=node)
     session.execute(
-        _ONLY_CAPTURED, {"ids": [id_of(session, uid)], "volatile": list(volatile), "gone": _GONE}
+        _ONLY_CAPTURED, {"ids": [id_of(session, uid)], "volatile": list(volatile), "gone": GONE}
     )
     return state(session, uid)
 
@@ -378,7 +377,7 @@ def withdraw_all(
     uids = [row.uid for row in rows]
     evict(session, uids, tier=tier, node=node)
     session.execute(
-        _ONLY_CAPTURED, {"ids": [row.id for row in rows], "volatile": list(volatile), "gone": _GONE}
+        _ONLY_CAPTURED, {"ids": [row.id for row in rows], "volatile": list(volatile), "gone": GONE}
     )
     return uids
 
@@ -402,7 +401,7 @@ def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> 
     is_lasting = found.status is not Status.CAPTURED
     asked = {
         "ids": [id_of(session, uid)],
-        "gone": [*_GONE, Status.CAPTURED.value] if is_lasting else _GONE,
+        "gone": [*GONE, Status.CAPTURED.value] if is_lasting else GONE,
     }
     named = sorted(session.execute(_LED_HERE, asked).all())
     branch = next((row.name for row in named if row.kind == RefKind.BRANCH.value), None)

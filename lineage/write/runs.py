@@ -29,7 +29,7 @@ from sqlalchemy import (
 
 from datastates.errors import Conflict, NotFound
 from datastates.lineage import lookup
-from datastates.lineage.lookup import id_of, states
+from datastates.lineage.lookup import batches, id_of, states
 from datastates.lineage.query.incomplete import Waiting
 from datastates.lineage.query.names import holder
 from datastates.lineage.query.walk import nearest_restorable
@@ -43,7 +43,7 @@ from datastates.lineage.schema import (
     from_us,
     to_us,
 )
-from datastates.lineage.states import DIED, OURS, RefKind, Run, Status
+from datastates.lineage.states import DIED, GONE, OURS, RefKind, Run, Status
 from datastates.system import logs
 from datastates.values import Value, storable
 
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 RANK = f"{OURS}rank"
 _OURS = RUN.c.is_carried.is_(None)
-_GONE = [status.value for status in Status if not status.is_restorable]
 _VOLATILE: BindParameter[Any] = bindparam("volatile", expanding=True)
 _ELSEWHERE = exists().where(REPLICA.c.state_id == STATE.c.id, REPLICA.c.tier.not_in(_VOLATILE))
 
@@ -156,20 +155,23 @@ def get(session: Session, uid: str) -> Run:
 
     :raises NotFound: there is no such run.
     """
-    found = _runs(session, select(RUN).where(RUN.c.uid == uid))
-    if not found:
-        raise NotFound(f"there is no run {uid!r}")
-    return found[0]
+    for run in by_uids(session, [uid]):
+        return run
+    raise NotFound(f"there is no run {uid!r}")
 
 
 def by_ids(session: Session, ids: Collection[int]) -> dict[int, Run]:
     """Runs by their row ids; ids without a run are left out."""
-    return _by_id(session, select(RUN).where(RUN.c.id.in_(ids)))
+    found: dict[int, Run] = {}
+    for some in batches(sorted(ids), 1000):
+        found |= _by_id(session, select(RUN).where(RUN.c.id.in_(some)))
+    return found
 
 
 def by_uids(session: Session, uids: Collection[str]) -> list[Run]:
     """Runs by their uids; uids without a run are left out."""
-    return _runs(session, select(RUN).where(RUN.c.uid.in_(uids)).order_by(RUN.c.id))
+    query = select(RUN).where(RUN.c.uid.in_(uids)).order_by(RUN.c.id)
+    return list(_by_id(session, query).values())
 
 
 def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]:
@@ -202,7 +204,7 @@ def listing(
                 f"there is no run {after!r} to go on after: pass the uid of the last one that came"
             )
         query = query.where(RUN.c.id < last)
-    found = _runs(session, query)
+    found = list(_by_id(session, query).values())
     return found[:limit], found[limit - 1].uid if len(found) > limit else None
 
 
@@ -223,10 +225,8 @@ def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Ru
     if job is None:
         return {}
     rank = RUN.c.config[RANK].as_integer()
-    found = _runs(
-        session,
-        select(RUN).where(RUN.c.config[f"{OURS}job"].as_string() == job, rank.in_(sorted(ranks))),
-    )
+    its = RUN.c.config[f"{OURS}job"].as_string() == job
+    found = _by_id(session, select(RUN).where(its, rank.in_(sorted(ranks)))).values()
     # the query says that it is a number
     return {each.config[RANK]: each for each in found}  # type: ignore[misc]
 
@@ -245,9 +245,8 @@ def unfinished(session: Session, branch: str | None = None) -> list[Run]:
     """The processes, or the trainings of a branch, that never recorded that they finished,
     oldest first: they are alive, or died."""
     of = RUN.c.process.is_(None) if branch is None else RUN.c.branch == branch
-    return _runs(
-        session, select(RUN).where(RUN.c.finished_at.is_(None), of, _OURS).order_by(RUN.c.id)
-    )
+    query = select(RUN).where(RUN.c.finished_at.is_(None), of, _OURS).order_by(RUN.c.id)
+    return list(_by_id(session, query).values())
 
 
 def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[str, str]:
@@ -260,7 +259,7 @@ def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[
     query = select(STATE.c.uid, STATE.c.digest).where(
         STATE.c.id.in_(union(_captured(uids), _cloned(uids)))
     )
-    query = query.where(STATE.c.status.not_in(_GONE), STATE.c.world_size == 1, ~_ELSEWHERE)
+    query = query.where(STATE.c.status.not_in(GONE), STATE.c.world_size == 1, ~_ELSEWHERE)
     return {
         row.uid: row.digest
         for row in session.execute(query.order_by(STATE.c.id), {"volatile": list(volatile)})
@@ -280,7 +279,7 @@ def parts_in_memory(
         select(PART.c.state_uid, PART.c.rank, PART.c.digest)
         .join_from(PART, STATE, STATE.c.uid == PART.c.state_uid)
         .outerjoin(RUN, RUN.c.id == PART.c.run_id)
-        .where(told, STATE.c.status.not_in(_GONE))
+        .where(told, STATE.c.status.not_in(GONE))
         .where(~exists().where(*its, REPLICA.c.tier.not_in(_VOLATILE)))
         .order_by(STATE.c.id, PART.c.rank)
     )
@@ -337,7 +336,7 @@ def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
     session.execute(delete(REPLICA).where(REPLICA.c.tier.in_(volatile), or_(of_captured, of_runs)))
     session.execute(
         update(STATE)
-        .where(held, STATE.c.status.not_in(_GONE), unheld())
+        .where(held, STATE.c.status.not_in(GONE), unheld())
         .values(status=Status.LOST.value)
     )
 
@@ -415,34 +414,29 @@ def _finish(session: Session, uids: list[str], finished_at: datetime | None) -> 
     )
 
 
-def _runs(session: Session, query: Select[Any]) -> list[Run]:
-    return list(_by_id(session, query).values())
-
-
 def _by_id(session: Session, query: Select[Any]) -> dict[int, Run]:
     """The runs that a query of whole rows finds, in its order, with their settings."""
     rows = session.execute(query).all()
     found = lookup.of_runs(session, [row.id for row in rows])
-    return {row.id: _to_run(row, found.get(row.id, {})) for row in rows}
-
-
-def _to_run(row: Any, chosen: Mapping[str, Value]) -> Run:
-    return Run(
-        uid=row.uid,
-        host=row.host,
-        user=row.user,
-        pid=row.pid,
-        argv=tuple(row.argv),
-        git_commit=row.git_commit,
-        git_dirty=row.git_dirty,
-        config={**chosen, **row.config},
-        versions=row.versions,
-        started_at=from_us(row.started_at),
-        finished_at=None if row.finished_at is None else from_us(row.finished_at),
-        process=row.process,
-        branch=row.branch,
-        is_imported=bool(row.is_carried),
-    )
+    return {
+        row.id: Run(
+            uid=row.uid,
+            host=row.host,
+            user=row.user,
+            pid=row.pid,
+            argv=tuple(row.argv),
+            git_commit=row.git_commit,
+            git_dirty=row.git_dirty,
+            config={**found.get(row.id, {}), **row.config},
+            versions=row.versions,
+            started_at=from_us(row.started_at),
+            finished_at=None if row.finished_at is None else from_us(row.finished_at),
+            process=row.process,
+            branch=row.branch,
+            is_imported=bool(row.is_carried),
+        )
+        for row in rows
+    }
 
 
 _CAPTURED_HEADS = (
@@ -461,7 +455,7 @@ _training = RUN.alias("training")
 _GONE_HEADS = (
     select(REF.c.name, REF.c.version, STATE.c.id, STATE.c.uid)
     .join_from(REF, STATE, STATE.c.id == REF.c.state_id)
-    .where(REF.c.kind == RefKind.BRANCH.value, STATE.c.status.in_(_GONE))
+    .where(REF.c.kind == RefKind.BRANCH.value, STATE.c.status.in_(GONE))
     .order_by(REF.c.name)
 )
 _MOVE_BACK = (

@@ -16,12 +16,12 @@ import datastates
 from datastates.errors import NotFound, Unavailable
 from datastates.lineage.query.incomplete import waiting
 from datastates.lineage.states import Status
-from datastates.lineage.write.parts import part_digests
 from datastates.ranks import SoloGroup, latest
 from tests.support.effort import seeds
 from tests.support.forge import Forge, forge
 from tests.support.part_deaths import STAGES
 from tests.support.ranks import problems_of, ranks_of
+from tests.support.records import part_digests
 
 STEPS = 5
 JOB = "tests.support.part_deaths:rank_of"

@@ -18,8 +18,8 @@ from datastates.errors import Closed, Conflict, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.query.names import replicas_of
 from datastates.lineage.states import Status
-from datastates.lineage.write.parts import part_digests
 from tests.support.ranks import Rank, as_rank, ranks_of
+from tests.support.records import part_digests
 
 SIZE = 3
 

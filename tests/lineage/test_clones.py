@@ -17,11 +17,11 @@ from datastates.lineage.query import names, revision, walk
 from datastates.lineage.query.names import Replica, holder, replicas_of
 from datastates.lineage.states import Edge, EdgeKind
 from datastates.lineage.write import clones, replicas, runs
-from datastates.lineage.write.parts import part_digests
 from datastates.storage.tiers import CAPTURED, VOLATILE
 from tests.lineage.test_runs import new_run
 from tests.lineage.test_walk import counted
 from tests.support.parts import run_job
+from tests.support.records import clones_of, part_digests
 
 Grow = Callable[..., State]
 SOURCE = "ucx://10.0.0.2:4711"
@@ -219,7 +219,7 @@ def test_a_cloned_state_is_captured_here_and_knows_where_it_came_from(
     assert now == replace(source, status=Status.CAPTURED, bytes_new=7)
     assert places(other, source) == [("memory", "here", run.uid)]
     with other.read() as session:
-        (clone,) = clones.clones_of(session, source.uid)
+        (clone,) = clones_of(session, source.uid)
     assert (clone.source, clone.source_repository, clone.node, clone.run, clone.bytes_moved) == (
         SOURCE,
         "c" * 24,

@@ -22,11 +22,12 @@ from datastates.lineage.query.names import holder, replicas_of
 from datastates.lineage.states import Why
 from datastates.lineage.views import detail
 from datastates.lineage.write import parts, runs
-from datastates.lineage.write.parts import Telling, form_after, record_part, record_parts
+from datastates.lineage.write.parts import Telling, form_after, record_parts
 from datastates.lineage.write.record import record, reduced
 from datastates.lineage.write.replicas import evict, mark
 from datastates.state.manifest import root_digest
 from tests.support.effort import examples
+from tests.support.records import part_digests, record_part
 
 Make = Callable[..., NewState]
 
@@ -111,7 +112,7 @@ def test_a_state_is_invisible_until_every_rank_reported(
         assert [(each.rank, each.node, each.bytes) for each in replicas_of(session, state.uid)] == [
             (rank, f"node-{rank}", 10 + rank) for rank in range(3)
         ]
-        assert parts.part_digests(session, state.uid) == tuple(part.digest for part in told)
+        assert part_digests(session, state.uid) == tuple(part.digest for part in told)
 
 
 def test_a_state_of_one_part_is_recorded_at_once_and_leaves_no_part(
@@ -125,7 +126,7 @@ def test_a_state_of_one_part_is_recorded_at_once_and_leaves_no_part(
     with pytest.raises(Conflict, match="was told with the digest"):
         tell(database, replace(new, digest=secrets.token_hex(32)), 0)
     with database.read() as session:
-        assert parts.part_digests(session, state.uid) == (new.digest,)
+        assert part_digests(session, state.uid) == (new.digest,)
         assert session.exec_driver_sql("SELECT count(*) FROM part").scalar() == 0
 
 

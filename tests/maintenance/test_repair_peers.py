@@ -16,12 +16,12 @@ import torch
 import datastates
 from datastates import Repository
 from datastates.errors import InvalidInput
-from datastates.lineage.write import clones
 from datastates.transport.peer import Peer
 from tests.maintenance.test_repair import COUNT, QUIET, train
 from tests.support import warm
 from tests.support.colliding import collide_somewhere
 from tests.support.ranks import ranks_of
+from tests.support.records import clones_of
 
 TOKEN = "a token of at least sixteen characters"
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_what_is_damaged_comes_back_from_a_peer_and_says_whose_it_is(
         check(repo)
         for uid in hurt:
             with repo.core.reading() as session:
-                (came,) = clones.clones_of(session, uid)
+                (came,) = clones_of(session, uid)
             assert came.source == peer.urls[0]
             assert (
                 came.bytes_moved < 16 << 20

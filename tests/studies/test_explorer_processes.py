@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from datastates import Repository, Status
-from datastates.lineage.write import clones
 from datastates.studies import (
     Plan,
     Processes,
@@ -28,6 +27,7 @@ from datastates.studies import (
 from tests.studies.exploring import pool
 from tests.studies.studies import EVERY_STATE, all_end, counts, essence, faults, prefix, train, tree
 from tests.support import warm
+from tests.support.records import clones_of
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
@@ -291,7 +291,7 @@ def test_workers_take_the_start_from_the_explorer_s_memory(
     assert explore(repo, "main", PLAN, train, study="s", share="ucx://127.0.0.1:0", progress=False)
     assert essence(repo, "s", PLAN) == expected
     with repo.core.database.read() as session:
-        arrived = clones.clones_of(session, repo.state("start/s").uid)
+        arrived = clones_of(session, repo.state("start/s").uid)
     assert arrived
     assert all(clone.source.startswith("ucx://127.0.0.1:") and clone.run for clone in arrived)
 

@@ -20,13 +20,13 @@ import datastates
 from datastates import Repository
 from datastates.errors import Cancelled, InvalidInput
 from datastates.lineage.views.study_trees import study
-from datastates.lineage.write import clones
 from datastates.studies import Plan, Progress, SerialExecutor, Variant, explore
 from datastates.studies.processes import launch
 from tests.studies.parallel import RANKS, hang, model_of, pids, train
 from tests.studies.studies import EVERY_STATE, all_end, faults
 from tests.support import warm
 from tests.support.jobs import run
+from tests.support.records import clones_of
 
 pytestmark = pytest.mark.long
 HERE = "tests.studies.parallel"
@@ -102,7 +102,7 @@ def test_the_first_rank_takes_the_start_from_the_explorer_s_memory_and_passes_it
     report = explored(repo, plan, ranks=2, share="tcp://127.0.0.1:0")
     assert report, report.errors
     with repo.core.reading() as session:
-        (clone,) = clones.clones_of(session, repo.state("start/s").uid)
+        (clone,) = clones_of(session, repo.state("start/s").uid)
     assert clone.source.startswith("tcp://127.0.0.1:")
     run(2, f"{HERE}:fork_by_hand", folder=str(repo.location.packs.parent), rate=1e-3, epochs=1)
     ours, theirs = model_of(repo, "done/s/low"), model_of(repo, "by-hand")

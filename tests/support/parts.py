@@ -11,8 +11,9 @@ from hashlib import blake2b
 from datastates.lineage import Database, NewState, Run
 from datastates.lineage.states import Why
 from datastates.lineage.write import runs
-from datastates.lineage.write.parts import record_part, skip_part
+from datastates.lineage.write.parts import skip_part
 from tests.support.lineages import told
+from tests.support.records import record_part
 
 BRANCH = "ddp"
 BEGAN = datetime(2026, 1, 3, tzinfo=UTC)

@@ -16,8 +16,8 @@ from datastates.config import Config
 from datastates.engine import handle
 from datastates.engine.handle import Part
 from datastates.errors import Corrupt, NotFound, Unavailable
-from datastates.lineage.write.parts import part_digests
 from datastates.training import start
+from tests.support.records import part_digests
 
 if TYPE_CHECKING:
     from datastates.lineage.states import State

@@ -43,6 +43,7 @@ from datastates.transport.serving import RepositoryStore
 from datastates.transport.session import Session, SessionFeed
 from datastates.transport.untrusted import record_of, records_of, state_of, states_of
 from tests.support.forge import Forge, forge
+from tests.support.records import clones_of
 from tests.support.secrets_kept import keep
 
 SLOT = 4 << 20
@@ -493,7 +494,7 @@ def test_a_push_moves_only_what_is_missing_and_says_so(repo: Repository, other: 
         )
         assert told == [(SLOT, 2 * SLOT), (SLOT, SLOT)]
     with other.core.database.read() as session:
-        assert [clone.bytes_moved for clone in clones.clones_of(session, fork.uid)] == [SLOT]
+        assert [clone.bytes_moved for clone in clones_of(session, fork.uid)] == [SLOT]
 
 
 def test_a_push_that_is_cancelled_at_once_lets_go_of_the_state(

@@ -15,6 +15,7 @@ from datastates import NotFound, State, Status, Unavailable, values
 from datastates.errors import InvalidInput, OverBudget, SyntaxProblem
 from datastates.lineage.states import EdgeKind
 from datastates.lineage.write import clones
+from tests.support.records import clones_of
 from tests.test_repository import memory_held
 from tests.transport.clones.peers.pairs import MIB, Made, Training, grown, train
 
@@ -230,7 +231,7 @@ def test_a_repository_takes_over_a_state_with_all_that_led_to_it(made: Made, url
     repo.restore("main", objects={**ours.objects, "rng": datastates.RngState()})
     assert theirs.bits() == ours.bits()
     with other.core.database.read() as session, repo.core.database.read() as there:
-        assert [each.source_repository for each in clones.clones_of(session, cloned.state.uid)] == [
+        assert [each.source_repository for each in clones_of(session, cloned.state.uid)] == [
             clones.repository_uid(there)
         ]
 
@@ -292,7 +293,7 @@ def test_processes_that_share_a_database_add_a_replica(
     other.restore(cloned.state.uid, objects={**theirs.objects, "rng": datastates.RngState()})
     assert theirs.bits() == ours.bits()
     with other.core.database.read() as session:
-        arrivals = clones.clones_of(session, cloned.state.uid)
+        arrivals = clones_of(session, cloned.state.uid)
         assert [each.source_repository for each in arrivals] == [clones.repository_uid(session)]
 
 
