@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sqlalchemy import BigInteger, Select, bindparam, func, select
@@ -274,10 +274,12 @@ def rows_of(session: Session, metric: str | None, direction: Direction) -> list[
     if metric is None:
         return rows
     tallies = {row.segment_id: row for row in session.execute(_TALLIES, {"of": metric})}
-    paths = {
-        head: _of_path(session, head, metric)
-        for head in {row.head_id for row in rows if row.first_id is None}
-    }
+    paths: dict[int, Tally | None] = {}
+    for head in {row.head_id for row in rows if row.first_id is None}:
+        points, path = outline(session, head, metric), Tally()
+        for id_, value in zip(points.ids, points.values, strict=True):
+            path.add(id_, value)
+        paths[head] = path if path.count else None
     is_least = direction is Direction.MIN
     for row in rows:
         tally = row.tally = (
@@ -288,13 +290,6 @@ def rows_of(session: Session, metric: str | None, direction: Direction) -> list[
                 (tally.least, tally.least_id) if is_least else (tally.most, tally.most_id)
             )
     return rows
-
-
-def _of_path(session: Session, head: int, metric: str) -> Tally | None:
-    found, points = Tally(), outline(session, head, metric)
-    for id_, value in zip(points.ids, points.values, strict=True):
-        found.add(id_, value)
-    return found if found.count else None
 
 
 def count_states(session: Session, rows: Sequence[Row], known: Counts | None = None) -> None:
@@ -412,7 +407,7 @@ _COUNTS_OF = (
 Place = tuple[tuple[int, float, str], int, float, tuple[int, ...]]
 """A branch's group, whether it lacks the value, the value, its name."""
 
-_SEAL_BYTES = 8
+_DIGEST_BYTES = 8
 
 
 class Sort(StrEnum):
@@ -460,30 +455,20 @@ def sort_of(text: str) -> tuple[Sort, bool]:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What comes first: the best, newest, longest; or the opposite if it is ``turned``."""
+def place_of(row: Row, sort: Sort, direction: Direction, *, is_reversed: bool) -> Place:
+    """The place of a branch: by group, then whether it has the value at all, then by value, then
+    by name. The best, newest or longest comes first, unless ``is_reversed``.
 
-    sort: Sort
-    sign: int
-
-    @classmethod
-    def of(cls, sort: Sort, direction: Direction, *, turned: bool) -> Self:
-        """The order for a sort. ``direction`` says which values are better."""
-        is_falling = sort in _FALLING or (
-            sort in (Sort.BEST, Sort.LAST) and direction is Direction.MAX
-        )
-        return cls(sort, -1 if is_falling != turned else 1)
-
-    def place(self, row: Row) -> Place:
-        """The place of a branch: by group, then whether it has the value at all, then by value,
-        then by name."""
-        name, group = tuple(map(ord, row.name)), place_of_group(row.group)
-        if self.sort is Sort.NAME:
-            return group, 0, 0.0, name if self.sign > 0 else (*(-each for each in name), 1)
-        value: float | None = getattr(row, _ATTRIBUTES.get(self.sort, self.sort.value))
-        lacks = value is None or math.isnan(value)
-        return group, int(lacks), 0.0 if lacks or value is None else self.sign * float(value), name
+    ``direction`` says which values of the metric are better.
+    """
+    is_falling = sort in _FALLING or (sort in (Sort.BEST, Sort.LAST) and direction is Direction.MAX)
+    sign = -1 if is_falling != is_reversed else 1
+    name, group = tuple(map(ord, row.name)), place_of_group(row.group)
+    if sort is Sort.NAME:
+        return group, 0, 0.0, name if sign > 0 else (*(-each for each in name), 1)
+    value: float | None = getattr(row, _ATTRIBUTES.get(sort, sort.value))
+    lacks = value is None or math.isnan(value)
+    return group, int(lacks), 0.0 if lacks or value is None else sign * float(value), name
 
 
 def place_of_group(value: Value) -> tuple[int, float, str]:
@@ -496,46 +481,34 @@ def place_of_group(value: Value) -> tuple[int, float, str]:
     return 0, float(value) if value == value else math.inf, ""
 
 
-@dataclass(frozen=True, slots=True)
-class Cursors:
-    """Cursors of one request; those of another are refused."""
+def request_digest(*parameters: object) -> bytes:
+    """What identifies a request, except for its page: a cursor of another request is refused."""
+    body = msgspec.msgpack.encode(parameters)
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES, person=b"ds.branches").digest()
 
-    seal: bytes
 
-    @classmethod
-    def of(cls, *asked: object) -> Self:
-        """The cursors for a request with these parameters, except the page."""
-        return cls(
-            hashlib.blake2b(
-                msgspec.msgpack.encode(asked), digest_size=_SEAL_BYTES, person=b"ds.branches"
-            ).digest()
+def write_cursor(request: bytes, place: Place) -> str:
+    """A cursor for the branches after a place."""
+    return base64.urlsafe_b64encode(request + msgspec.msgpack.encode(place)).decode().rstrip("=")
+
+
+def read_cursor(request: bytes, token: str) -> Place:
+    """The place that a cursor names.
+
+    :raises InvalidInput: it is not a cursor, or one of another request.
+    """
+    try:
+        raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+        place: Place = msgspec.msgpack.decode(raw[_DIGEST_BYTES:], type=Place)
+    except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
+        raise InvalidInput(
+            f"{token[:40]!r} is no cursor of branches: pass what 'next' of the same question gave"
+        ) from error
+    if raw[:_DIGEST_BYTES] != request:
+        raise InvalidInput(
+            f"the cursor {token[:40]!r} is of another question: pass what 'next' of this one gave"
         )
-
-    def write(self, place: Place) -> str:
-        """A cursor for what comes after a place."""
-        return (
-            base64.urlsafe_b64encode(self.seal + msgspec.msgpack.encode(place)).decode().rstrip("=")
-        )
-
-    def read(self, token: str) -> Place:
-        """The place that a cursor names.
-
-        :raises InvalidInput: it is not a cursor, or one of another request.
-        """
-        try:
-            raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
-            place: Place = msgspec.msgpack.decode(raw[_SEAL_BYTES:], type=Place)
-        except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
-            raise InvalidInput(
-                f"{token[:40]!r} is no cursor of branches: pass what 'next' of the same question"
-                " gave"
-            ) from error
-        if raw[:_SEAL_BYTES] != self.seal:
-            raise InvalidInput(
-                f"the cursor {token[:40]!r} is of another question: pass what 'next' of this one"
-                " gave"
-            )
-        return place
+    return place
 
 
 # Where states come from: the branch to which each belongs; and which states came last.
@@ -712,20 +685,8 @@ class Lines:
                 self._drawn.popitem(last=False)
 
 
-def lines_of(
-    session: Session,
-    rows: Sequence[Row],
-    metric: str | None,
-    points: int,
-    drawn: Lines | None = None,
-) -> list[Line]:
-    """The line of each branch. Those that were ``drawn`` are not read again."""
-    return [
-        _line(session, row, metric, points, Lines() if drawn is None else drawn) for row in rows
-    ]
-
-
-def _line(session: Session, row: Row, metric: str | None, points: int, drawn: Lines) -> Line:
+def line_of(session: Session, row: Row, metric: str | None, points: int, drawn: Lines) -> Line:
+    """The line of a branch; one that was ``drawn`` is not read again."""
     if metric is None or row.segment_id is None:
         return Line()
     key = row.head, row.segment_id, row.states, metric, repr(row.tally), points

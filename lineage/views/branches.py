@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -53,21 +53,23 @@ from .branch_rows import (
     Branch,
     Branches,
     Counts,
-    Cursors,
     Group,
     Lines,
     Living,
-    Order,
     Origin,
     Point,
     Row,
     Setting,
     count_states,
-    lines_of,
+    line_of,
     metrics_of,
+    place_of,
     place_of_group,
+    read_cursor,
+    request_digest,
     rows_of,
     sort_of,
+    write_cursor,
 )
 from .text import Direction, by_relevance, direction_of
 
@@ -88,7 +90,7 @@ def groups_of(session: Session, group: str, made_by: Mapping[int, int | None]) -
     if kind == "attr" and key:
         return attributes_of(session, list(made_by), key)
     if kind == "config" and key:
-        configs = configs_of(session, [run for run in made_by.values() if run is not None])
+        configs = lookup.of_runs(session, [run for run in made_by.values() if run is not None])
         return {
             state: configs[run][key]
             for state, run in made_by.items()
@@ -97,11 +99,6 @@ def groups_of(session: Session, group: str, made_by: Mapping[int, int | None]) -
     raise InvalidInput(
         f"branches cannot be grouped by {group!r}: name 'study', 'config.KEY' or 'attr.KEY'"
     )
-
-
-def configs_of(session: Session, ids: Sequence[int]) -> dict[int, dict[str, Value]]:
-    """The chosen settings of runs, by row id."""
-    return lookup.of_runs(session, ids)
 
 
 def attributes_of(session: Session, ids: Sequence[int], key: str) -> dict[int, Value]:
@@ -120,10 +117,6 @@ _ATTRIBUTES = select(
     ATTRIBUTE.c.state_id, ATTRIBUTE.c.type, ATTRIBUTE.c.number, ATTRIBUTE.c.text
 ).where(ATTRIBUTE.c.state_id.in_(_ids), ATTRIBUTE.c.key == bindparam("of"))
 _RUNS = select(STATE.c.id, STATE.c.run_id).where(STATE.c.id.in_(_ids))
-
-
-# ``branches``: every branch of a lineage, chosen, sorted and grouped. ``show/branches`` describes
-# the fields of each.
 
 
 POINTS = 60
@@ -170,7 +163,7 @@ def branches(
     :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises InvalidInput: one of these values is not valid.
     """
-    by, turned = sort_of(sort)
+    by, is_reversed = sort_of(sort)
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one branch")
     keys = by_relevance(metrics_of(session))
@@ -185,26 +178,24 @@ def branches(
     if by in COUNTED:
         count_states(session, rows, counts(session) if counts else None)
     if group is not None:
-        _group(session, rows, group)
-    order = Order.of(by, direction, turned=turned)
-    cursors = Cursors.of(
-        query,
-        name,
-        None if names is None else sorted(names),
-        metric,
-        direction,
-        sort,
-        group,
+        values = groups_of(session, group, {row.head_id: row.run_id for row in rows})
+        for row in rows:
+            row.group = values.get(row.head_id)
+    request = request_digest(
+        query, name, None if names is None else sorted(names), metric, direction, sort, group
     )
-    placed = sorted(((order.place(row), row) for row in rows), key=itemgetter(0))
+    placed = sorted(
+        ((place_of(row, by, direction, is_reversed=is_reversed), row) for row in rows),
+        key=itemgetter(0),
+    )
     if after is not None:
-        last = cursors.read(after)
+        last = read_cursor(request, after)
         placed = [pair for pair in placed if pair[0] > last]
     shown = [row for _, row in placed[:limit]]
     return Branches(
-        items=_Page(session, shown, metric, direction, living, drawn).branches(),
+        items=_described(session, shown, metric, direction, living, drawn or Lines()),
         next=(
-            cursors.write(placed[limit - 1][0])
+            write_cursor(request, placed[limit - 1][0])
             if limit is not None and len(placed) > limit
             else None
         ),
@@ -242,12 +233,6 @@ def heads_where(session: Session, query: str, now: datetime | None = None) -> se
     )
 
 
-def _group(session: Session, rows: Sequence[Row], group: str) -> None:
-    values = groups_of(session, group, {row.head_id: row.run_id for row in rows})
-    for row in rows:
-        row.group = values.get(row.head_id)
-
-
 def _groups(rows: Sequence[Row], direction: Direction) -> tuple[Group, ...]:
     found: dict[tuple[int, float, str], list[Row]] = {}
     for row in rows:
@@ -274,113 +259,99 @@ def _groups(rows: Sequence[Row], direction: Direction) -> tuple[Group, ...]:
 # What is read for the branches of one page
 
 
-@dataclass(slots=True)
-class _Page:
-    """Some branches, and everything else that is read for them."""
+def _described(
+    session: Session,
+    rows: Sequence[Row],
+    metric: str | None,
+    direction: Direction,
+    living: Living | None,
+    drawn: Lines,
+) -> tuple[Branch, ...]:
+    """Some branches, with everything else that is read for them."""
+    count_states(session, rows)
+    best = _best_restorable(session, rows, metric, direction)
+    ids = [
+        *(row.best_id for row in rows),
+        *(row.tally.last_id for row in rows if row.tally is not None),
+        *(id_ for id_, _ in best.values()),
+    ]
+    points = _states(session, [id_ for id_ in ids if id_ is not None])
 
-    session: Session
-    rows: Sequence[Row]
-    metric: str | None
-    direction: Direction
-    living: Living | None
-    drawn: Lines | None = None
-    points: dict[int, Any] = field(default_factory=dict)
-
-    def branches(self) -> tuple[Branch, ...]:
-        session, rows = self.session, self.rows
-        count_states(session, rows)
-        best = self._restorable()
-        ids = [
-            id_
-            for row in rows
-            for id_ in (row.best_id, None if row.tally is None else row.tally.last_id)
-        ]
-        self.points = _states(
-            session, [id_ for id_ in (*ids, *(id_ for id_, _ in best.values())) if id_ is not None]
-        )
-        run_ids = {id_ for row in rows for id_ in (row.run_id, row.fork_run_id) if id_ is not None}
-        known = runs.by_ids(session, run_ids)
-        configs = configs_of(session, list(run_ids))
-        studies, variants = (
-            attributes_of(session, [row.head_id for row in rows], key)
-            for key in ("study", "variant")
-        )
-        lines = lines_of(session, rows, self.metric, POINTS, self.drawn)
-        rates = _rates(session, rows)
-        lost = lost_parts(session, {row.name: row.head_id for row in rows})
-        done = set(session.execute(_FINISHED).all())
-        died = runs.died(
-            session, {run.process for run in known.values() if run.process is not None}
-        )
-        made = []
-        for row, line in zip(rows, lines, strict=True):
-            run = known.get(row.run_id or 0)
-            tally, restorable = row.tally, best.get(row.name)
-            is_done = (_DONE + row.name, row.head_id) in done
-            life = Life.ENDED if is_done else _life(run, self.living)
-            made.append(
-                Branch(
-                    name=row.name,
-                    head=row.head,
-                    step=row.step,
-                    status=Status(row.status),
-                    fork=_origin(row),
-                    states=row.states,
-                    restorable=row.restorable,
-                    durable=row.durable,
-                    bytes=row.bytes,
-                    last=None if tally is None else self._point(tally.last_id, tally.last),
-                    best=self._point(row.best_id, row.best) if row.best_id else None,
-                    best_restorable=None if restorable is None else self._point(*restorable),
-                    line=line,
-                    config=_differences(configs, row),
-                    run=None if run is None else run.uid,
-                    host=None if run is None else run.host,
-                    life=life,
-                    began_at=None if row.began_us is None else from_us(row.began_us),
-                    changed_at=from_us(row.changed_us),
-                    took_s=row.took_us / 1e6,
-                    steps_per_s=rates.get(row.name),
-                    study=_text(studies.get(row.head_id)),
-                    variant=_text(variants.get(row.head_id)),
-                    group=row.group,
-                    ending=(
-                        Ending(How.ENDED)
-                        if is_done
-                        else (
-                            None
-                            if run is None
-                            else ending_of(run, died, is_over=life is Life.ENDED)
-                        )
-                    ),
-                    lost_step=lost[row.name][-1].step if row.name in lost else None,
-                )
-            )
-        return tuple(made)
-
-    def _point(self, id_: int, value: float | None) -> Point:
-        state = self.points[id_]
+    def point(id_: int, value: float | None) -> Point:
+        state = points[id_]
         return Point(state.uid, state.step, value, Status(state.status))
 
-    def _restorable(self) -> dict[str, tuple[int, float]]:
-        """The best restorable value of each branch, and the row id of its state."""
-        found: dict[str, tuple[int, float]] = {}
-        at_best = _states(
-            self.session, [row.best_id for row in self.rows if row.best_id is not None]
+    run_ids = {id_ for row in rows for id_ in (row.run_id, row.fork_run_id) if id_ is not None}
+    known = runs.by_ids(session, run_ids)
+    configs = lookup.of_runs(session, run_ids)
+    heads = [row.head_id for row in rows]
+    studies, variants = (attributes_of(session, heads, key) for key in ("study", "variant"))
+    rates = _rates(session, rows)
+    lost = lost_parts(session, {row.name: row.head_id for row in rows})
+    done = set(session.execute(_FINISHED).all())
+    died = runs.died(session, {run.process for run in known.values() if run.process is not None})
+    made = []
+    for row in rows:
+        run = known.get(row.run_id or 0)
+        tally, restorable = row.tally, best.get(row.name)
+        study, variant = studies.get(row.head_id), variants.get(row.head_id)
+        if (_DONE + row.name, row.head_id) in done:
+            life, ending = Life.ENDED, Ending(How.ENDED)
+        elif run is None:
+            life, ending = Life.UNKNOWN, None
+        else:
+            life = _life(run, living)
+            ending = ending_of(run, died, is_over=life is Life.ENDED)
+        made.append(
+            Branch(
+                name=row.name,
+                head=row.head,
+                step=row.step,
+                status=Status(row.status),
+                fork=_origin(row),
+                states=row.states,
+                restorable=row.restorable,
+                durable=row.durable,
+                bytes=row.bytes,
+                last=None if tally is None else point(tally.last_id, tally.last),
+                best=point(row.best_id, row.best) if row.best_id else None,
+                best_restorable=None if restorable is None else point(*restorable),
+                line=line_of(session, row, metric, POINTS, drawn),
+                config=_differences(configs, row),
+                run=None if run is None else run.uid,
+                host=None if run is None else run.host,
+                life=life,
+                began_at=None if row.began_us is None else from_us(row.began_us),
+                changed_at=from_us(row.changed_us),
+                took_s=row.took_us / 1e6,
+                steps_per_s=rates.get(row.name),
+                study=None if study is None else str(study),
+                variant=None if variant is None else str(variant),
+                group=row.group,
+                ending=ending,
+                lost_step=lost[row.name][-1].step if row.name in lost else None,
+            )
         )
-        statement = _BEST[self.direction]
-        for row in self.rows:
-            if row.best_id is None or row.best is None:
-                continue
-            if Status(at_best[row.best_id].status).is_restorable:
-                found[row.name] = row.best_id, row.best
-            elif row.restorable:
-                best = self.session.execute(
-                    statement, {"segment": row.segment_id, "of": self.metric}
-                ).first()
-                if best is not None:
-                    found[row.name] = best.id, best.value
-        return found
+    return tuple(made)
+
+
+def _best_restorable(
+    session: Session, rows: Sequence[Row], metric: str | None, direction: Direction
+) -> dict[str, tuple[int, float]]:
+    """The best restorable value of each branch, and the row id of its state."""
+    found: dict[str, tuple[int, float]] = {}
+    at_best = _states(session, [row.best_id for row in rows if row.best_id is not None])
+    for row in rows:
+        if row.best_id is None or row.best is None:
+            continue
+        if Status(at_best[row.best_id].status).is_restorable:
+            found[row.name] = row.best_id, row.best
+        elif row.restorable:
+            asked = {"segment": row.segment_id, "of": metric}
+            best = session.execute(_BEST[direction], asked).first()
+            if best is not None:
+                found[row.name] = best.id, best.value
+    return found
 
 
 def _origin(row: Row) -> Origin | None:
@@ -400,26 +371,21 @@ def _differences(configs: Mapping[int, Mapping[str, Value]], row: Row) -> tuple[
     return tuple(
         Setting(key, ours.get(key), theirs.get(key))
         for key in keys
-        if (key in ours) != (key in theirs) or not _is_same(ours[key], theirs[key])
+        if (key in ours) != (key in theirs) or not is_same(ours[key], theirs[key])
     )
 
 
-def _is_same(one: Value, other: Value) -> bool:
+def is_same(one: Value, other: Value) -> bool:
+    """Whether two values are equal and both or neither boolean; NaN equals NaN."""
     return (one == other and isinstance(one, bool) == isinstance(other, bool)) or (
         one != one and other != other
     )
 
 
-def _life(run: Run | None, living: Living | None) -> Life:
-    if run is None:
-        return Life.UNKNOWN
+def _life(run: Run, living: Living | None) -> Life:
     if run.finished_at is not None:
         return Life.ENDED
     return Life.UNKNOWN if living is None else living(run)
-
-
-def _text(value: Value) -> str | None:
-    return None if value is None else str(value)
 
 
 def _states(session: Session, ids: Sequence[int]) -> dict[int, Any]:

@@ -30,7 +30,7 @@ from datastates.lineage.write import runs
 from datastates.values import Value
 
 from .branch_rows import branches_of
-from .branches import configs_of, heads_where
+from .branches import heads_where, is_same
 from .cards import code, status_html, table_html, text
 from .detail import refs_at
 from .text import Direction, by_relevance, direction_of, short, step_text
@@ -149,7 +149,7 @@ def compare(session: Session, revs: Sequence[str], found: Sequence[State]) -> Co
             for rev, state in zip(revs, found, strict=True)
         ),
         config=_rows([state.config for state in found]),
-        metrics=_metric_rows([state.metrics for state in found]),
+        metrics=_rows([state.metrics for state in found], are_metrics=True),
         attributes=_rows([state.attributes for state in found]),
         code=_rows([_code(run) for run in ran_each]),
     )
@@ -196,31 +196,25 @@ def _code(run: Run | None) -> dict[str, Value]:
     return {**commit, **run.versions}
 
 
-def _rows(each: Sequence[Mapping[str, Value]]) -> tuple[ComparisonRow, ...]:
-    keys = sorted({key for values in each for key in values})
-    rows = [_row(key, each) for key in keys]
-    return tuple(sorted(rows, key=lambda row: not row.differs))
-
-
-def _metric_rows(each: Sequence[Mapping[str, float]]) -> tuple[ComparisonRow, ...]:
-    keys = by_relevance(key for values in each for key in values)
-    rows = [_row(key, each, direction_of(key)) for key in keys]
+def _rows(
+    each: Sequence[Mapping[str, Value]], *, are_metrics: bool = False
+) -> tuple[ComparisonRow, ...]:
+    keys = {key for values in each for key in values}
+    rows = [
+        _row(key, each, direction_of(key) if are_metrics else None)
+        for key in (by_relevance(keys) if are_metrics else sorted(keys))
+    ]
     return tuple(sorted(rows, key=lambda row: not row.differs))
 
 
 def _row(
-    key: str, each: Sequence[Mapping[str, Value]], direction: Direction | None = None
+    key: str, each: Sequence[Mapping[str, Value]], direction: Direction | None
 ) -> ComparisonRow:
-    told = [key in values for values in each]
     values = tuple(values.get(key) for values in each)
-    same = all(told) and all(_is_same(values[0], value) for value in values)
-    return ComparisonRow(key, values, not same, direction)
-
-
-def _is_same(one: Value, other: Value) -> bool:
-    return (one == other and isinstance(one, bool) == isinstance(other, bool)) or (
-        one != one and other != other
+    same = all(key in values for values in each) and all(
+        is_same(values[0], value) for value in values
     )
+    return ComparisonRow(key, values, not same, direction)
 
 
 # Settings and metrics of many branches, one axis for each: the data of parallel coordinates and
@@ -316,7 +310,7 @@ def parallels(
         wanted = heads_where(session, query, now)
         rows = [row for row in rows if row.id in wanted]
     shown = rows[:limit]
-    configs = configs_of(session, [row.run_id for row in shown if row.run_id is not None])
+    configs = lookup.of_runs(session, [row.run_id for row in shown if row.run_id is not None])
     settings = _settings([configs.get(row.run_id or 0, {}) for row in shown])
     return Parallels(
         branches=tuple(
@@ -333,15 +327,13 @@ def _settings(configs: Sequence[Mapping[str, Value]]) -> list[Axis]:
     axes = {
         key: _axis(key, AxisKind.SETTING, [config.get(key) for config in configs]) for key in keys
     }
-    own = [axis for key, axis in axes.items() if not _is_twin(key, axis, axes)]
+    own = []
+    for key, axis in axes.items():
+        # a setting such as optimizer.lr, with the values of the one that the user named lr
+        _, dot, leaf = key.rpartition(".")
+        if not (dot and leaf in axes and axes[leaf].values == axis.values):
+            own.append(axis)
     return sorted(own, key=lambda axis: not axis.varies)
-
-
-def _is_twin(key: str, axis: Axis, axes: Mapping[str, Axis]) -> bool:
-    """Whether a setting such as ``optimizer.lr`` has the values of the one that the user named
-    ``lr``."""
-    _, dot, leaf = key.rpartition(".")
-    return bool(dot) and leaf in axes and axes[leaf].values == axis.values
 
 
 def _metrics(session: Session, rows: Sequence[Any], taken: Taken) -> list[Axis]:
@@ -349,11 +341,15 @@ def _metrics(session: Session, rows: Sequence[Any], taken: Taken) -> list[Axis]:
     ids = [row.segment_id for row in rows if row.segment_id is not None]
     for tally in rows_in_batches(session, _TALLIES, ids):
         found[tally.key][tally.segment_id] = _value(tally, taken)
-    axes = []
-    for key in by_relevance(found):
-        values = [found[key].get(row.segment_id or 0) for row in rows]
-        axes.append(_axis(key, AxisKind.METRIC, values, direction_of(key)))
-    return axes
+    return [
+        _axis(
+            key,
+            AxisKind.METRIC,
+            [found[key].get(row.segment_id or 0) for row in rows],
+            direction_of(key),
+        )
+        for key in by_relevance(found)
+    ]
 
 
 def _value(tally: Any, taken: Taken) -> float | None:
