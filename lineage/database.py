@@ -66,11 +66,6 @@ def within(seconds: float) -> Iterator[None]:
         _until.reset(token)
 
 
-def is_set() -> bool:
-    """Whether a deadline holds for this thread or task."""
-    return _until.get() is not None
-
-
 def _check_deadline(*_: object) -> None:
     until = _until.get()
     if until is not None and time.monotonic() > until[0]:
@@ -108,10 +103,6 @@ def overdue() -> InvalidInput:
         f"the answer takes{given}, and was given up: ask for less (fewer heads, fewer '@best', a"
         " narrower search)"
     )
-
-
-# The lineage database: SQLite in a file, or PostgreSQL. Opening migrates; transactions come as
-# context managers.
 
 
 _logger = logging.getLogger(__name__)
@@ -223,10 +214,10 @@ class Database:
             self.read_only = why_frozen(path)
             _check_links(path)
             self._frozen = None if self.read_only is None else Frozen(path)
-        make = (
-            partial(_sqlite_engine, frozen=self._frozen) if self.is_sqlite else _postgresql_engine
-        )
-        self._engine = make(parsed, self._lineage)
+        if self.is_sqlite:
+            self._engine = _sqlite_engine(parsed, self._lineage, frozen=self._frozen)
+        else:
+            self._engine = _postgresql_engine(parsed, self._lineage)
         read: dict[str, Any] = {_BEGIN: "BEGIN"}
         if not self.is_sqlite:
             read |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
@@ -470,7 +461,7 @@ def translate(error: Exception, where: str, *, was_there: bool = False) -> Datas
     said = logs.text(said)
     code = getattr(origin, "sqlstate", None)
     lower = said.lower()
-    if is_set() and (
+    if _until.get() is not None and (
         code == _CANCELLED or getattr(origin, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT
     ):
         return overdue()
@@ -794,7 +785,11 @@ def _check_database(connection: Connection, where: str) -> str | None:
     """The schema's revision, if we can migrate from it.
 
     The caller holds the lock that migrations take."""
-    tables = _tables(connection)
+    if connection.dialect.name == "sqlite":
+        query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    else:
+        query = "SELECT tablename FROM pg_tables WHERE schemaname = current_schema()"
+    tables = set(connection.execute(text(query)).scalars())
     if not tables:
         return None
     version = _version(connection) if "alembic_version" in tables else None
@@ -809,11 +804,3 @@ def _check_database(connection: Connection, where: str) -> str | None:
             f" reads {HEAD}): upgrade datastates, or make a new repository"
         )
     return version
-
-
-def _tables(connection: Connection) -> set[str]:
-    if connection.dialect.name == "sqlite":
-        query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
-    else:
-        query = "SELECT tablename FROM pg_tables WHERE schemaname = current_schema()"
-    return set(connection.execute(text(query)).scalars())

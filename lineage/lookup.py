@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import (
+    CTE,
     BigInteger,
     ColumnElement,
     Executable,
+    Integer,
     Select,
+    Table,
     bindparam,
     delete,
+    func,
     insert,
     select,
 )
@@ -62,6 +66,43 @@ def rows_in_batches(
     """The rows of a statement with an IN list called ``name``, for any number of ``values``."""
     for some in batches(list(values), _BATCH):
         yield from session.execute(statement, {**bound, name: some})
+
+
+def keys_of(belongs: Table) -> CTE:
+    """The distinct keys of a table of metrics, attributes or settings, each by a look-up beyond the
+    one before (a loose index scan).
+
+    The last row is NULL."""
+    key = belongs.c.key
+    walk = select(func.min(key).label("key")).cte("keys", recursive=True)
+    following = select(func.min(key)).where(key > walk.c.key).scalar_subquery()
+    return walk.union_all(select(following).where(walk.c.key.is_not(None)))
+
+
+def path_columns(state: Any) -> tuple[Any, ...]:
+    """The columns of a walk along first parents; ``segment`` is 0 outside all segments."""
+    segment = func.coalesce(state.c.segment_id, 0).label("segment")
+    return (state.c.id, state.c.parent_id, state.c.generation, segment)
+
+
+def segment_path(name: str) -> CTE:
+    """The state ``head`` and its first parents down to the generation ``low``, as long as they are
+    in ``segment``, where 0 means none; and the first one outside it.
+
+    The conditions that stop the walk are on the path: for a condition on the joined table SQLite
+    would first read all of that table.
+    """
+    low, segment = bindparam("low", type_=Integer), bindparam("segment", type_=BigInteger)
+    following = STATE.alias("next")
+    walk = (
+        select(*path_columns(STATE))
+        .where(STATE.c.id == bindparam("head", type_=BigInteger), STATE.c.generation >= low)
+        .cte(name, recursive=True)
+    )
+    step = select(*path_columns(following)).join_from(
+        walk, following, following.c.id == walk.c.parent_id
+    )
+    return walk.union_all(step.where(walk.c.generation > low, walk.c.segment == segment))
 
 
 # The settings of runs: the part of their configuration that somebody chose, one row for each

@@ -104,33 +104,28 @@ def alone(path: Path) -> Iterator[bool]:
     path by then. Hold it only for moments.
     """
     with _turn:
-        fd = _opened(path)
         try:
-            yield fd is None or _is_locked(fd)
+            status = path.stat()
+            is_ours = (status.st_dev, status.st_ino) in _anchors
+            # closing a descriptor would release the locks of this process's own connections
+            fd = (
+                None
+                if is_ours or _SET is None
+                else open_regular(path, os.O_RDWR, may_have_links=True)
+            )
+        except OSError:  # not there, or not writable by us
+            is_ours, fd = False, None
+        if fd is None:
+            yield not is_ours
+            return
+        try:
+            yield _lock_alone(fd)
         finally:
-            if fd is not None and fd >= 0:
-                os.close(fd)
+            os.close(fd)
 
 
-_OURS = -1
-
-
-def _opened(path: Path) -> int | None:
-    """A descriptor; None if there is nothing to lock; ``_OURS`` if closing one would cost this
-    process's connections their locks."""
-    try:
-        status = path.stat()
-        if (status.st_dev, status.st_ino) in _anchors:
-            return _OURS
-        return None if _SET is None else open_regular(path, os.O_RDWR, may_have_links=True)
-    except OSError:  # not there, or not writable by us
-        return None
-
-
-def _is_locked(fd: int) -> bool:
+def _lock_alone(fd: int) -> bool:
     """Take the lock that keeps others away; returns whether no other process held one."""
-    if fd == _OURS:
-        return False
     try:
         _lock(fd, _SHARED, fcntl.F_WRLCK)
     except OSError as exc:
@@ -226,10 +221,10 @@ class Frozen:
         if self._copy is None and _size(log) and not index.exists():
             self.take_copy()
         if self._copy is not None:
-            return self._connect(str(Path(self._copy.name, self._path.name)), timeout_s)
+            return _connect(str(Path(self._copy.name, self._path.name)), timeout_s)
         self._stamp = self._now()
         mode = "mode=ro" if _size(log) else "immutable=1"
-        return self._connect(f"{self._path.as_uri()}?{mode}", timeout_s)
+        return _connect(f"{self._path.as_uri()}?{mode}", timeout_s)
 
     def has_changed(self) -> bool:
         """Whether connections that were made earlier may see an outdated file.
@@ -276,15 +271,6 @@ class Frozen:
         if copy is not None:
             copy.cleanup()
 
-    def _connect(self, name: str, timeout_s: float) -> sqlite3.Connection:
-        return sqlite3.connect(
-            name,
-            timeout=timeout_s,
-            isolation_level=None,
-            check_same_thread=False,
-            uri=name.startswith("file:"),
-        )
-
     def _now(self) -> object:
         """What identifies the file's present content; constant for a file that is read with its
         log: SQLite follows it by itself."""
@@ -295,6 +281,16 @@ class Frozen:
             (one.st_ino, one.st_mtime_ns, one.st_size)
             for one in (path.stat() for path in (self._path, log) if path.exists())
         ]
+
+
+def _connect(name: str, timeout_s: float) -> sqlite3.Connection:
+    return sqlite3.connect(
+        name,
+        timeout=timeout_s,
+        isolation_level=None,
+        check_same_thread=False,
+        uri=name.startswith("file:"),
+    )
 
 
 def _size(path: Path) -> int:

@@ -66,7 +66,8 @@ from .grammar import (
     Value,
     clamp,
 )
-from .revision import above, below, chain, resolve
+from .revision import resolve
+from .walk import above, below, first_parents_of
 
 if TYPE_CHECKING:
     from datastates.lineage.session import Session
@@ -216,7 +217,9 @@ def _compare(
         case "tag":
             return STATE.c.id.in_(_named(RefKind.TAG, operator, values, scope))
         case "branch":
-            reached = chain(_named(RefKind.BRANCH, operator, values, scope), scope.name())
+            reached = first_parents_of(
+                _named(RefKind.BRANCH, operator, values, scope), scope.name()
+            )
             return STATE.c.id.in_(select(reached.c.id))
         case "config":
             return _of_setting(
@@ -256,7 +259,7 @@ def _exists(at: Field, scope: Scope) -> ColumnElement[bool]:
             return STATE.c.id.in_(select(REF.c.state_id).where(REF.c.kind == RefKind.TAG.value))
         case "branch":
             heads = select(REF.c.state_id).where(REF.c.kind == RefKind.BRANCH.value)
-            return STATE.c.id.in_(select(chain(heads, scope.name()).c.id))
+            return STATE.c.id.in_(select(first_parents_of(heads, scope.name()).c.id))
         case "message":
             return STATE.c.message.is_not(None)
         case "config":
@@ -322,7 +325,7 @@ def _typed_is(belongs: Any, operator: str, value: Value, dialect: str) -> Column
             return and_(belongs.c.type.in_(_NUMBERS), _number_is(belongs, operator, value, dialect))
     return and_(
         belongs.c.type == "str",
-        *_begins_so(belongs.c.text, operator, value, dialect),
+        *_beginnings_are(belongs.c.text, operator, value, dialect),
         _text_is(belongs.c.text, operator, value, dialect),
     )
 
@@ -371,7 +374,7 @@ def _text_is(
     return _operate(by_code_point(column, dialect), operator, text)
 
 
-def _begins_so(
+def _beginnings_are(
     column: ColumnElement[Any], operator: str, value: Value, dialect: str
 ) -> list[ColumnElement[bool]]:
     """What a comparison implies of the beginnings of both texts, which are all that an index of

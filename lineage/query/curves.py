@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, Integer, bindparam, func, select
 
-from datastates.lineage.lookup import rows_in_batches
+from datastates.lineage.lookup import rows_in_batches, segment_path
 from datastates.lineage.schema import (
     ATTRIBUTE,
     EVENT,
@@ -272,7 +272,9 @@ def own_points(
     if states <= _EXACT:
         return _values(session, head, segment, 0, key)
     whole = place_of(generation + 1)
-    stretches = session.execute(_STRETCHES, {"of": segment, "wanted": key, "upto": whole}).all()
+    stretches = session.execute(
+        _STRETCHES, {"segment": segment, "wanted": key, "upto": whole}
+    ).all()
     rest = Tally()
     for id_, value in _values(session, head, segment, whole * STATES, key):
         rest.add(id_, value)
@@ -296,7 +298,7 @@ def _spans_of(session: Session, head: int, key: str) -> Iterator[tuple[Sequence[
             whole = 0 if span.segment_id is None else place_of(span.generation + 1)
             stretches = (
                 session.execute(
-                    _STRETCHES, {"of": span.segment_id, "wanted": key, "upto": whole}
+                    _STRETCHES, {"segment": span.segment_id, "wanted": key, "upto": whole}
                 ).all()
                 if whole
                 else []
@@ -304,7 +306,7 @@ def _spans_of(session: Session, head: int, key: str) -> Iterator[tuple[Sequence[
             yield stretches, _values(session, span.head, span.segment_id, whole * STATES, key)
         last = min(spans, key=lambda span: int(span.head))
         at = (
-            session.execute(_BEYOND, {"head": last.head, "of": 0, "low": 0}).scalar()
+            session.execute(_BEYOND, {"head": last.head, "segment": 0, "low": 0}).scalar()
             if last.segment_id is None
             else None
         )
@@ -324,7 +326,9 @@ def _points(stretches: Iterable[Any]) -> Iterator[Row]:
 def _values(session: Session, head: int, segment: int | None, low: int, key: str) -> list[Row]:
     """The values of a state and its first parents within its segment, or outside all segments,
     down to a generation."""
-    rows = session.execute(_VALUES, {"head": head, "of": segment or 0, "low": low, "wanted": key})
+    rows = session.execute(
+        _VALUES, {"head": head, "segment": segment or 0, "low": low, "wanted": key}
+    )
     return sorted((int(row.id), _number(row.value)) for row in rows)
 
 
@@ -351,49 +355,25 @@ def _spans() -> Any:
     return select(walk.c.head, walk.c.segment_id, walk.c.generation)
 
 
-def _columns(state: Any) -> tuple[Any, ...]:
-    return (
-        state.c.id,
-        state.c.parent_id,
-        state.c.generation,
-        func.coalesce(state.c.segment_id, 0).label("segment"),
-    )
-
-
-def _path_outline(name: str) -> Any:
-    """A state and its first parents down to ``low``, as long as they are in the segment ``of``,
-    where 0 means none; and the one beyond.
-
-    The conditions that stop the walk are on the path: for a condition on the joined table SQLite
-    would first read all of that table.
-    """
-    low = bindparam("low", type_=Integer)
-    start = select(*_columns(STATE)).where(
-        STATE.c.id == bindparam("head", type_=BigInteger), STATE.c.generation >= low
-    )
-    walk = start.cte(name, recursive=True)
-    step = select(*_columns(_next)).join_from(walk, _next, _next.c.id == walk.c.parent_id)
-    return walk.union_all(step.where(walk.c.generation > low, walk.c.segment == _of))
-
-
-def _points_of(walk: Any) -> Any:
-    # An outer join, so that SQLite begins with the path, however short, and not with all values of
-    # the metric.
-    points = select(walk.c.id, METRIC.c.value).outerjoin_from(
-        walk, METRIC, (METRIC.c.state_id == walk.c.id) & (METRIC.c.key == bindparam("wanted"))
-    )
-    return points.where(walk.c.segment == _of, func.coalesce(METRIC.c.state_id, 0) > 0)
-
-
-_of = bindparam("of", type_=BigInteger)
+_of = bindparam("segment", type_=BigInteger)
 _GENERATION = select(STATE.c.generation).where(STATE.c.id == bindparam("head", type_=BigInteger))
 _NAMES = select(STATE.c.id, STATE.c.uid, STATE.c.step).where(
     STATE.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
 )
 _SPANS = _spans()
-_way = _path_outline("own_path")
-_VALUES = _points_of(_way)
-_BEYOND = select(_way.c.id).where(_way.c.segment != _of)
+_own_path = segment_path("own_path")
+# An outer join, so that SQLite begins with the path, however short, and not with all values of the
+# metric.
+_VALUES = (
+    select(_own_path.c.id, METRIC.c.value)
+    .outerjoin_from(
+        _own_path,
+        METRIC,
+        (METRIC.c.state_id == _own_path.c.id) & (METRIC.c.key == bindparam("wanted")),
+    )
+    .where(_own_path.c.segment == _of, func.coalesce(METRIC.c.state_id, 0) > 0)
+)
+_BEYOND = select(_own_path.c.id).where(_own_path.c.segment != _of)
 _STRETCHES = (
     select(STRETCH, STRETCH.c["count"].label("number"))
     .where(STRETCH.c.segment_id == _of, STRETCH.c.key == bindparam("wanted"))

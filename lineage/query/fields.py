@@ -7,14 +7,14 @@ line to ``_KINDS``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sqlalchemy import Select, String, Table, bindparam, func, select
+from sqlalchemy import String, Table, literal, select
 
 from datastates.errors import SyntaxProblem
+from datastates.lineage.lookup import keys_of
 from datastates.lineage.schema import (
     ATTRIBUTE,
     METRIC,
@@ -40,14 +40,7 @@ class _Names:
 
     word: str
     kind: Kind
-    every: Callable[[Session], list[str]]
-    has: Callable[[Session, str], bool]
-
-
-def names(session: Session, kind: str) -> list[str]:
-    """Every name of a kind, in alphabetical order; the cost depends on the number of names, not
-    of states."""
-    return _KINDS[kind].every(session)
+    table: Table
 
 
 def check_names(session: Session, query: Query | str, text: str | None = None) -> None:
@@ -64,7 +57,7 @@ def check_names(session: Session, query: Query | str, text: str | None = None) -
     query = parse_query(query) if isinstance(query, str) else query
     for field in query.presumed:
         kind = _KINDS.get(field.name)
-        if kind is not None and not kind.has(session, field.key) and _has_states(session):
+        if kind is not None and not _has(session, kind, field.key) and _has_states(session):
             raise unknown(session, field, written(field) if text is None else text)
 
 
@@ -75,14 +68,14 @@ def field_of(session: Session, text: str) -> Field:
     :raises SyntaxProblem: nothing has this name; the error names close ones.
     """
     for name, kind in _KINDS.items():
-        if kind.has(session, text):
+        if _has(session, kind, text):
             return Field(name, kind.kind, text)
     try:
         (field,) = parse_query(f"exists {text}").fields
     except (SyntaxProblem, ValueError):
         raise unknown(session, Field("metrics", Kind.METRIC, text), text) from None
     known = _KINDS.get(field.name)
-    if known is not None and not known.has(session, field.key) and _has_states(session):
+    if known is not None and not _has(session, known, field.key) and _has_states(session):
         raise unknown(session, Field(field.name, field.kind, field.key), text)
     return field
 
@@ -94,7 +87,7 @@ def unknown(session: Session, field: Field, text: str) -> SyntaxProblem:
     known = {
         written(Field(name, each.kind, key)): key
         for name, each in _KINDS.items()
-        for key in each.every(session)
+        for key in _every_key(session, each)
     }
     own = [name for name in known if name.startswith(f"{field.name}.")]
     close = _close(field, known)
@@ -141,36 +134,21 @@ def _has_states(session: Session) -> bool:
     return session.execute(_ANY_STATE).first() is not None
 
 
-# One kind after the other
+def _every_key(session: Session, names: _Names) -> list[str]:
+    """All keys of a kind but those of secrets; the cost depends on the number of keys, not of
+    states."""
+    keys = session.execute(select(keys_of(names.table).c.key)).scalars()
+    hides = names.table is SETTING
+    return sorted(key for key in keys if key is not None and not (hides and is_secret(key)))
 
 
-def _keys(belongs: Table) -> Select[Any]:
-    """The distinct keys of a table, by jumping through its index from one to the next."""
-    walk = select(func.min(belongs.c.key).label("key")).cte("names", recursive=True)
-    following = select(func.min(belongs.c.key)).where(belongs.c.key > walk.c.key).scalar_subquery()
-    walk = walk.union_all(select(following).select_from(walk).where(walk.c.key.is_not(None)))
-    return select(walk.c.key).where(walk.c.key.is_not(None))
-
-
-def _of_table(word: str, kind: Kind, belongs: Table) -> _Names:
-    every, one = (
-        _keys(belongs),
-        select(belongs.c.key).where(belongs.c.key == bindparam("key", type_=String)).limit(1),
-    )
-    return _Names(
-        word,
-        kind,
-        every=lambda session: sorted(
-            key
-            for key in session.execute(every).scalars()
-            if not is_secret(key) or belongs is not SETTING
-        ),
-        has=lambda session, key: session.execute(one, {"key": key}).first() is not None,
-    )
+def _has(session: Session, names: _Names, key: str) -> bool:
+    of_key = select(names.table.c.key).where(names.table.c.key == literal(key, String))
+    return session.execute(of_key.limit(1)).first() is not None
 
 
 _KINDS = {
-    "metrics": _of_table("metric", Kind.METRIC, METRIC),
-    "attr": _of_table("attribute", Kind.ANY, ATTRIBUTE),
-    "config": _of_table("setting", Kind.ANY, SETTING),
+    "metrics": _Names("metric", Kind.METRIC, METRIC),
+    "attr": _Names("attribute", Kind.ANY, ATTRIBUTE),
+    "config": _Names("setting", Kind.ANY, SETTING),
 }

@@ -17,6 +17,7 @@ from datetime import datetime
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,14 @@ def parse(parser: Lark, text: str, names: dict[str, str]) -> Any:
         ) from None
 
 
+def column_of(token: Token) -> int:
+    """The position of a token in the text, from 1."""
+    return (token.start_pos or 0) + 1
+
+
 def problem_at(token: Token, message: str, expected: Iterable[str] = ()) -> Problem:
     """A problem with the text at a token."""
-    return Problem(message, (token.start_pos or 0) + 1, tuple(expected))
+    return Problem(message, column_of(token), tuple(expected))
 
 
 def unquote(token: Token) -> str:
@@ -299,15 +305,17 @@ class Query:
     def fields(self) -> tuple[Field, ...]:
         """The fields that it uses: first those that it orders by, then those that it filters by,
         each once."""
-        filtered = () if self.condition is None else _fields(self.condition)
+        leaves = () if self.condition is None else _leaves(self.condition)
+        filtered = (one.field for one in leaves if not isinstance(one, Related))
         return tuple(dict.fromkeys((*(one.field for one in self.order), *filtered)))
 
     @property
     def presumed(self) -> tuple[Field, ...]:
         """The fields that it compares or orders by, and so expects to exist; ``exists`` asks
         whether they do."""
-        filtered = () if self.condition is None else _fields(self.condition, is_sure=True)
-        return (*filtered, *(one.field for one in self.order))
+        leaves = () if self.condition is None else _leaves(self.condition)
+        compared = (one.field for one in leaves if isinstance(one, Compare | Among))
+        return (*compared, *(one.field for one in self.order))
 
 
 @lru_cache(maxsize=256)
@@ -328,9 +336,10 @@ class _Build(Transformer[Token, Any]):
     @v_args(inline=False)
     def start(self, parts: list[Any]) -> Query:
         condition, order, limit = parts
-        if condition is not None and sum(1 for _ in _values(condition)) > _VALUES:
+        leaves = () if condition is None else tuple(_leaves(condition))
+        if sum(len(one.values) if isinstance(one, Among) else 1 for one in leaves) > _VALUES:
             raise Problem(f"a query compares with at most {_VALUES} values: ask in several", 1)
-        if condition is not None and _walks(condition) > _WALKS:
+        if sum(map(_reads_history, leaves)) > _WALKS:
             raise Problem(
                 f"a query asks at most {_WALKS} times for branches, ancestors and descendants: ask"
                 " in several",
@@ -342,30 +351,16 @@ class _Build(Transformer[Token, Any]):
 
     @v_args(inline=False)
     def either(self, items: list[Node]) -> Node:
-        return _shallow(
-            AnyOf(
-                tuple(
-                    part
-                    for item in items
-                    for part in (item.items if isinstance(item, AnyOf) else (item,))
-                )
-            )
-        )
+        flat = (item.items if isinstance(item, AnyOf) else (item,) for item in items)
+        return _shallow(AnyOf(tuple(chain.from_iterable(flat))))
 
     @v_args(inline=False)
     def both(self, items: list[Node]) -> Node:
-        return _shallow(
-            AllOf(
-                tuple(
-                    part
-                    for item in items
-                    for part in (item.items if isinstance(item, AllOf) else (item,))
-                )
-            )
-        )
+        flat = (item.items if isinstance(item, AllOf) else (item,) for item in items)
+        return _shallow(AllOf(tuple(chain.from_iterable(flat))))
 
     def negate(self, word: Token, item: Node) -> Node:
-        return _shallow(Not(item), _column(word))
+        return _shallow(Not(item), column_of(word))
 
     def group(self, item: Node) -> Node:
         return item
@@ -401,11 +396,11 @@ class _Build(Transformer[Token, Any]):
     def related(self, relation: Token, revision: Token) -> Node:
         is_quoted = revision[:1] in ("'", '"')
         return Related(
-            relation.lower() == "ancestor_of", unquote(revision), _column(revision) + is_quoted
+            relation.lower() == "ancestor_of", unquote(revision), column_of(revision) + is_quoted
         )
 
     def field(self, name: Token) -> _Named:
-        return _Named(_field(name), str(name), _column(name))
+        return _Named(_field(name), str(name), column_of(name))
 
     @v_args(inline=False)
     def order(self, keys: list[Order]) -> tuple[Order, ...]:
@@ -433,7 +428,7 @@ class _Named:
 
 def _field(token: Token) -> Field:
     """The field of a name whose parts may be quoted."""
-    text, column = str(token), _column(token)
+    text, column = str(token), column_of(token)
     if text in _FIELDS:
         return Field(text, _FIELDS[text], column=column)
     for prefix, kind in _KEYED.items():
@@ -517,47 +512,20 @@ def _depth(node: Node) -> int:
     return 1
 
 
-def _values(node: Node) -> Iterator[None]:
+def _leaves(node: Node) -> Iterator[Compare | Among | Exists | Related]:
+    """The single conditions of which a condition is made."""
     match node:
         case Not(item):
-            yield from _values(item)
+            yield from _leaves(item)
         case AllOf(items) | AnyOf(items):
             for item in items:
-                yield from _values(item)
-        case Among(_, values):
-            yield from (None for _ in values)
+                yield from _leaves(item)
         case _:
-            yield None
+            yield node
 
 
-def _fields(node: Node, *, is_sure: bool = False) -> Iterator[Field]:
-    """The fields of a condition; with ``is_sure`` only those that it compares with something."""
-    match node:
-        case Not(item):
-            yield from _fields(item, is_sure=is_sure)
-        case AllOf(items) | AnyOf(items):
-            for item in items:
-                yield from _fields(item, is_sure=is_sure)
-        case Compare() | Among():
-            yield node.field
-        case Exists() if not is_sure:
-            yield node.field
-
-
-def _walks(node: Node) -> int:
-    """The number of conditions that read whole histories."""
-    match node:
-        case Not(item):
-            return _walks(item)
-        case AllOf(items) | AnyOf(items):
-            return sum(map(_walks, items))
-        case Related():
-            return 1
-    return int(node.field.name == "branch")
-
-
-def _column(token: Token) -> int:
-    return (token.start_pos or 0) + 1
+def _reads_history(leaf: Compare | Among | Exists | Related) -> bool:
+    return isinstance(leaf, Related) or leaf.field.name == "branch"
 
 
 _TERMINALS = {

@@ -10,9 +10,9 @@ from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BindParameter, Select, bindparam, func, select
+from sqlalchemy import BindParameter, bindparam, func, select
 
-from datastates.lineage.lookup import batches, states
+from datastates.lineage.lookup import batches, rows_in_batches, states
 from datastates.lineage.schema import FOLDER, PART, RUN, STATE, from_us
 from datastates.lineage.states import GivenUp, State, Status, Why
 
@@ -64,12 +64,8 @@ class Waiting:
 def waiting(session: Session, uids: Collection[str] | None = None) -> list[Waiting]:
     """The states that wait for parts, by uid: those among ``uids``, or all."""
     found = []
-    rows_of = (
-        session.execute(_WAITING).all()
-        if uids is None
-        else session.execute(_THESE, {"uids": list(uids)}).all()
-    )
-    for uid, group in groupby(rows_of, key=lambda row: row.state_uid):
+    query = _WAITING if uids is None else _WAITING.where(PART.c.state_uid.in_(uids))
+    for uid, group in groupby(session.execute(query), key=lambda row: row.state_uid):
         rows = list(group)
         place = json.loads(rows[0].place)
         missing = tuple(sorted(set(range(rows[0].world_size)).difference(row.rank for row in rows)))
@@ -101,11 +97,6 @@ _WAITING = (
     .where(PART.c.place.is_not(None), PART.c.status.not_in(WHYS))
     .order_by(PART.c.state_uid, PART.c.rank)
 )
-_THESE = _WAITING.where(PART.c.state_uid.in_(bindparam("uids", expanding=True)))
-
-
-# States of several ranks that are not complete: those that wait for parts and those that were
-# given up; and the part of each rank.
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,20 +264,17 @@ def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outc
     for batch in batches(list(asked), _BATCH):
         ids = {row.uid: row.id for row in session.execute(_IDS, {"uids": batch})}
         whole = dict(zip(ids, states(session, list(ids.values())), strict=True)) if ids else {}
-        digests = _digests(session, {parent for each in whole.values() for parent in each.parents})
-        own = _rows(
-            session,
-            _OWN,
-            [uid for uid in batch if uid not in ids],
-            ranks={asked[uid] for uid in batch},
-        )
+        parents = {parent for each in whole.values() for parent in each.parents}
+        rows = rows_in_batches(session, _DIGESTS, parents, "uids")
+        digests = {row.uid: row.digest for row in rows}
+        rest, ranks = [uid for uid in batch if uid not in ids], [asked[uid] for uid in batch]
         told = {
             row.state_uid
-            for row in own
+            for row in rows_in_batches(session, _OWN, rest, "uids", ranks=ranks)
             if row.status not in WHYS and row.rank == asked[row.state_uid]
         }
-        untold = [uid for uid in batch if uid not in ids and uid not in told]
-        ends = {row.state_uid: row for row in _rows(session, _ENDS, untold)}
+        untold = [uid for uid in rest if uid not in told]
+        ends = {row.state_uid: row for row in rows_in_batches(session, _ENDS, untold, "uids")}
         for uid in batch:
             ended = ends.get(uid)
             if uid in whole:
@@ -304,33 +292,8 @@ def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outc
 
 def statuses_of(session: Session, uids: Sequence[str]) -> dict[str, Status]:
     """The status of each of these states that exists."""
-    return (
-        {row.uid: Status(row.status) for row in session.execute(_STATUSES, {"uids": list(uids)})}
-        if uids
-        else {}
-    )
-
-
-def _rows(
-    session: Session, query: Select[Any], uids: list[str], **bound: Collection[int]
-) -> list[Any]:
-    return (
-        list(
-            session.execute(
-                query, {"uids": uids, **{name: list(values) for name, values in bound.items()}}
-            )
-        )
-        if uids
-        else []
-    )
-
-
-def _digests(session: Session, uids: Collection[str]) -> dict[str, str]:
-    return (
-        {row.uid: row.digest for row in session.execute(_DIGESTS, {"uids": list(uids)})}
-        if uids
-        else {}
-    )
+    rows = rows_in_batches(session, _STATUSES, uids, "uids")
+    return {row.uid: Status(row.status) for row in rows}
 
 
 _uids: BindParameter[Any] = bindparam("uids", expanding=True)

@@ -42,7 +42,7 @@ from datastates.lineage.schema import (
 from datastates.lineage.states import GONE, WHOLE
 
 from .incomplete import WHYS
-from .revision import above, chain
+from .walk import above, first_parents_of
 
 if TYPE_CHECKING:
     from datastates.lineage.database import Database
@@ -164,7 +164,7 @@ def only_of(session: Session, name: str) -> frozenset[int]:
         "others",
         session.dialect.name,
     )
-    path = chain(own, "own")
+    path = first_parents_of(own, "own")
     return frozenset(
         session.execute(select(path.c.id).where(path.c.id.not_in(select(others.c.id)))).scalars()
     )

@@ -27,13 +27,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from lark import Lark, Token, Transformer, v_args
-from sqlalchemy import CTE, BigInteger, Select, bindparam, case, lateral, select, true, union_all
+from sqlalchemy import BigInteger, Select, bindparam, case, select
 
 from datastates.errors import Ambiguous, NotFound, SyntaxProblem
 from datastates.lineage import lookup
 from datastates.lineage.lookup import id_by_prefix, id_of, uids_of
 from datastates.lineage.schema import (
-    EDGE,
     EVENT,
     METRIC,
     REF,
@@ -44,10 +43,10 @@ from datastates.lineage.schema import (
 from datastates.lineage.states import State
 
 from . import walk
-from .grammar import Problem, clamp, load, moment, parse, seconds, unquote, whole
+from .grammar import Problem, clamp, column_of, load, moment, parse, seconds, unquote, whole
 from .incomplete import why_none
 from .names import nearest
-from .walk import first_parents
+from .walk import above, first_parents
 
 if TYPE_CHECKING:
     from datastates.lineage.session import Session
@@ -55,66 +54,6 @@ if TYPE_CHECKING:
 
 _LEFT = 1
 _RIGHT = 2
-
-
-def chain(heads: Select[Any], name: str) -> CTE:
-    """The states with the ids that ``heads`` selects, and their first parents up to the root."""
-    next_ = STATE.alias()
-    start = heads.subquery()
-    walk = (
-        select(STATE.c.id, STATE.c.parent_id)
-        .join_from(start, STATE, STATE.c.id == start.c[0])
-        .cte(name, recursive=True)
-    )
-    return walk.union(
-        select(next_.c.id, next_.c.parent_id).join_from(walk, next_, next_.c.id == walk.c.parent_id)
-    )
-
-
-def above(heads: Select[Any], name: str, dialect: str) -> CTE:
-    """The states with the ids that ``heads`` selects, and all their ancestors through every
-    parent."""
-    next_, edge = STATE.alias(), EDGE.alias()
-    start = heads.subquery()
-    walk = select(start.c[0].label("id")).cte(name, recursive=True)
-    first = select(next_.c.parent_id.label("id"))
-    further = select(edge.c.parent_id.label("id"))
-    if dialect == "sqlite":
-        return walk.union(
-            first.join_from(walk, next_, next_.c.id == walk.c.id).where(
-                next_.c.parent_id.is_not(None)
-            ),
-            further.join_from(walk, edge, edge.c.child_id == walk.c.id),
-        )
-    up = lateral(
-        union_all(
-            first.where(next_.c.id == walk.c.id, next_.c.parent_id.is_not(None)),
-            further.where(edge.c.child_id == walk.c.id),
-        )
-    )
-    return walk.union(select(up.c.id).select_from(walk.join(up, true())))
-
-
-def below(heads: Select[Any], name: str, dialect: str) -> CTE:
-    """The states with the ids that ``heads`` selects, and all their descendants through any
-    parent."""
-    next_, edge = STATE.alias(), EDGE.alias()
-    start = heads.subquery()
-    walk = select(start.c[0].label("id")).cte(name, recursive=True)
-    first = select(next_.c.id)
-    further = select(edge.c.child_id.label("id"))
-    if dialect == "sqlite":
-        return walk.union(
-            first.join_from(walk, next_, next_.c.parent_id == walk.c.id),
-            further.join_from(walk, edge, edge.c.parent_id == walk.c.id),
-        )
-    down = lateral(
-        union_all(
-            first.where(next_.c.parent_id == walk.c.id),
-            further.where(edge.c.parent_id == walk.c.id),
-        )
-    )
-    return walk.union(select(down.c.id).select_from(walk.join(down, true())))
 
 
 def difference(session: Session, left: int, right: int) -> tuple[list[int], list[int]]:
@@ -278,7 +217,7 @@ class _Span:
 @v_args(inline=True)
 class _Build(Transformer[Token, Any]):
     def range(self, left: _Revision, span: Token, right: _Revision) -> _Span:
-        return _Span(left, right, span == "...", _column(span))
+        return _Span(left, right, span == "...", column_of(span))
 
     def name(self, token: Token) -> str:
         return unquote(token)
@@ -320,13 +259,13 @@ class _Build(Transformer[Token, Any]):
         return _Best(unquote(key), direction == "max")
 
     def moves_ago(self, begin: Token, count: Token) -> _Then:
-        return _Moves(whole(count), _column(begin))
+        return _Moves(whole(count), column_of(begin))
 
     def time_ago(self, begin: Token, age: Token) -> _Then:
-        return _When(None, seconds(age, age), _column(begin))
+        return _When(None, seconds(age, age), column_of(begin))
 
     def at_time(self, begin: Token, then: Token) -> _Then:
-        return _When(moment(then), 0, _column(begin))
+        return _When(moment(then), 0, column_of(begin))
 
 
 _NAMES = {
@@ -361,10 +300,6 @@ def _parser() -> Lark:
 def _parse(text: str) -> _Revision | _Span:
     parsed: _Revision | _Span = parse(_parser(), text, _NAMES)
     return parsed
-
-
-def _column(token: Token) -> int:
-    return (token.start_pos or 0) + 1
 
 
 # From names to states: row ids on the way, the state itself only at the end

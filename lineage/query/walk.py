@@ -16,7 +16,6 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cache
 from itertools import chain, compress, count, islice
 from operator import itemgetter, ne
 from typing import TYPE_CHECKING, Any, Protocol
@@ -159,26 +158,54 @@ _WALK_RESTORABLE = _restorable(GONE)
 _LASTING = _restorable([*GONE, Status.CAPTURED.value])
 
 
-@cache
-def _descendants(dialect: str) -> CTE:
-    """All states below ``start``, breadth first, so that a limit takes the nearest.
+# Sets of states, for conditions of other queries
+
+
+def first_parents_of(heads: Select[Any], name: str) -> CTE:
+    """The states with the ids that ``heads`` selects, and their first parents up to the root."""
+    next_ = STATE.alias()
+    start = heads.subquery()
+    walk = (
+        select(STATE.c.id, STATE.c.parent_id)
+        .join_from(start, STATE, STATE.c.id == start.c[0])
+        .cte(name, recursive=True)
+    )
+    return walk.union(
+        select(next_.c.id, next_.c.parent_id).join_from(walk, next_, next_.c.id == walk.c.parent_id)
+    )
+
+
+def above(heads: Select[Any], name: str, dialect: str) -> CTE:
+    """The states with the ids that ``heads`` selects, and all their ancestors through every
+    parent."""
+    following, edge = STATE.alias(), EDGE.alias()
+    first = select(following.c.parent_id.label("id")).where(following.c.parent_id.is_not(None))
+    further = select(edge.c.parent_id.label("id"))
+    return _reach(heads, name, dialect, (first, following.c.id), (further, edge.c.child_id))
+
+
+def below(heads: Select[Any], name: str, dialect: str) -> CTE:
+    """The states with the ids that ``heads`` selects, and all their descendants through any
+    parent, breadth first, so that a limit takes the nearest."""
+    following, edge = STATE.alias(), EDGE.alias()
+    first, further = select(following.c.id), select(edge.c.child_id.label("id"))
+    return _reach(heads, name, dialect, (first, following.c.parent_id), (further, edge.c.parent_id))
+
+
+def _reach(
+    heads: Select[Any], name: str, dialect: str, *steps: tuple[Select[Any], ColumnElement[Any]]
+) -> CTE:
+    """Repeat steps from ``heads`` on. A step has the ids that it leads to, and the column with the
+    id that it comes from.
 
     SQLite searches the index of each table only if both have their own place in the recursion;
     PostgreSQL allows the recursion in only one place.
     """
-    walk = select(STATE.c.id).where(STATE.c.id == bindparam("start")).cte("below", recursive=True)
+    walk = select(heads.subquery().c[0].label("id")).cte(name, recursive=True)
     if dialect == "sqlite":
-        return walk.union(
-            select(_next.c.id).join_from(walk, _next, _next.c.parent_id == walk.c.id),
-            select(EDGE.c.child_id).join_from(walk, EDGE, EDGE.c.parent_id == walk.c.id),
-        )
-    below = lateral(
-        union_all(
-            select(_next.c.id).where(_next.c.parent_id == walk.c.id),
-            select(EDGE.c.child_id).where(EDGE.c.parent_id == walk.c.id),
-        )
-    )
-    return walk.union(select(below.c.id).select_from(walk.join(below, true())))
+        return walk.union(*(to.where(at == walk.c.id) for to, at in steps))
+    either = lateral(union_all(*(to.where(at == walk.c.id) for to, at in steps)))
+    return walk.union(select(either.c.id).select_from(walk.join(either, true())))
 
 
 # Towards the root
@@ -327,7 +354,8 @@ def descendants(session: Session, uid: str, *, limit: int | None = None) -> list
 
 def descendant_ids(session: Session, uid: str, *, limit: int | None = None) -> list[int]:
     """The row ids of ``descendants``."""
-    reach = _descendants(session.dialect.name)
+    head = select(STATE.c.id).where(STATE.c.id == bindparam("start"))
+    reach = below(head, "below", session.dialect.name)
     query = select(reach.c.id) if limit is None else select(reach.c.id).limit(limit + 1)
     start = id_of(session, uid)
     found = session.execute(query, {"start": start}).scalars()

@@ -25,7 +25,7 @@ import msgspec
 from sqlalchemy import BigInteger, Select, bindparam, func, select
 
 from datastates.errors import InvalidInput
-from datastates.lineage.lookup import rows_in_batches, states
+from datastates.lineage.lookup import keys_of, rows_in_batches, states
 from datastates.lineage.query.curves import outline, own_points
 from datastates.lineage.query.names import REFS, to_ref
 from datastates.lineage.schema import (
@@ -51,7 +51,7 @@ from datastates.lineage.states import (
 )
 from datastates.values import Value
 
-from .text import Direction, keys_of
+from .text import Direction
 
 if TYPE_CHECKING:
     from datastates.lineage.session import Session

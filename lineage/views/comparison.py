@@ -211,9 +211,7 @@ def _row(
     key: str, each: Sequence[Mapping[str, Value]], direction: Direction | None
 ) -> ComparisonRow:
     values = tuple(values.get(key) for values in each)
-    same = all(key in values for values in each) and all(
-        is_same(values[0], value) for value in values
-    )
+    same = all(key in one for one in each) and all(is_same(values[0], value) for value in values)
     return ComparisonRow(key, values, not same, direction)
 
 

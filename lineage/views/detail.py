@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
@@ -13,6 +12,7 @@ from sqlalchemy import (
     ColumnElement,
     Integer,
     Select,
+    Table,
     bindparam,
     func,
     literal,
@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 from datastates.errors import InvalidInput, NotFound
-from datastates.lineage.lookup import id_of, states
+from datastates.lineage.lookup import id_of, keys_of, states
 from datastates.lineage.query import names as names_query
 from datastates.lineage.query import walk
 from datastates.lineage.query.names import last_event, node_of
@@ -44,8 +44,6 @@ from datastates.lineage.schema import (
 from datastates.lineage.states import DIED, Ref, RefEvent, RefKind, State, Status
 from datastates.lineage.write import runs
 from datastates.lineage.write.runs import counted
-
-from .text import keys_of
 
 if TYPE_CHECKING:
     from datastates.lineage.session import Session
@@ -97,7 +95,11 @@ def first_parents(
     start, skipped = id_of(session, uid), 0
     if after is not None:
         last = id_of(session, after)
-        if not _is_first_parent(session, last, start):
+        try:
+            is_first_parent = first_parent_at(session, start, last) == last
+        except NotFound:
+            is_first_parent = False
+        if not is_first_parent:
             raise InvalidInput(
                 f"{after} is not among the first parents of {uid}: pass the uid of the last state"
                 " that came"
@@ -108,13 +110,6 @@ def first_parents(
     )[skipped:]
     found = states(session, ids[:limit])
     return found, found[-1].uid if len(ids) > limit else None
-
-
-def _is_first_parent(session: Session, old: int, new: int) -> bool:
-    try:
-        return first_parent_at(session, new, old) == old
-    except NotFound:
-        return False
 
 
 # The lineage as a graph, for people's own analyses.
@@ -156,18 +151,12 @@ def graph(
     for uid, state in found.items():
         result.add_node(uid, state=state, refs=sorted(names.get(uid, ())))
     for uid, state in found.items():
-        _add_edges(result, uid, state)
+        edges = {edge.parent: (str(edge.kind), edge.weight) for edge in state.edges}
+        for index, parent in enumerate(state.parents):
+            if parent in result:
+                kind, weight = edges[parent] if index else (FIRST_PARENT, 1.0)
+                result.add_edge(parent, uid, kind=kind, weight=weight)
     return result
-
-
-def _add_edges(result: nx.DiGraph[str], uid: str, state: State) -> None:
-    weights = {edge.parent: (str(edge.kind), edge.weight) for edge in state.edges}
-    for index, parent in enumerate(state.parents):
-        if parent in result:
-            kind, weight = (
-                weights.get(parent, (FIRST_PARENT, 1.0)) if index else (FIRST_PARENT, 1.0)
-            )
-            result.add_edge(parent, uid, kind=kind, weight=weight)
 
 
 # The places where bytes are: how many states each tier of each node holds.
@@ -335,15 +324,11 @@ def failures(session: Session) -> Failures:
     ran_s = 0.0
     for run in found:
         ended = run.finished_at if run.config.get(DIED) is not True else None
-        last = ended or _newest(session, run.uid) or run.started_at
+        newest_us = session.execute(_FAILURES_NEWEST, {"uid": run.uid}).scalar()
+        newest = run.started_at if newest_us is None else from_us(newest_us)
+        last = ended or newest
         ran_s += max(0.0, (last - run.started_at).total_seconds())
     return Failures(len(found), len(died), ran_s)
-
-
-def _newest(session: Session, uid: str) -> datetime | None:
-    """When the newest state of a process was captured."""
-    at = session.execute(_FAILURES_NEWEST, {"uid": uid}).scalar()
-    return None if at is None else from_us(at)
 
 
 _training = RUN.alias("training")
@@ -418,22 +403,15 @@ def count(session: Session) -> Counts:
         metrics=tuple(
             sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)
         ),
-        attributes=tuple(
-            sorted(
-                key
-                for key in session.execute(select(keys_of(ATTRIBUTE).c.key)).scalars()
-                if key is not None
-            )
-        ),
-        config=tuple(
-            sorted(
-                key
-                for key in session.execute(select(keys_of(SETTING).c.key)).scalars()
-                if key is not None
-            )
-        ),
+        attributes=_keys(session, ATTRIBUTE),
+        config=_keys(session, SETTING),
         tiers=held(session),
     )
+
+
+def _keys(session: Session, table: Table) -> tuple[str, ...]:
+    keys = session.execute(select(keys_of(table).c.key)).scalars()
+    return tuple(sorted(key for key in keys if key is not None))
 
 
 def newest_stats(session: Session) -> State | None:

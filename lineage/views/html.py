@@ -78,19 +78,15 @@ def graph_html(states: Sequence[State], refs: Iterable[Ref]) -> str:
     names: dict[str, list[Ref]] = {}
     for ref in refs:
         names.setdefault(ref.state, []).append(ref)
-    lines = [line for index, row in enumerate(rows) for line in _lines(row, index, columns)]
-    dots = [
-        _dot(row, index, state, columns)
-        for index, (row, state) in enumerate(zip(rows, states, strict=True))
-    ]
-    said = [
-        _label(state, names.get(state.uid, ()), left, index) for index, state in enumerate(states)
-    ]
+    drawn = [line for index, row in enumerate(rows) for line in _lines(row, index, columns)]
+    for index, (row, state) in enumerate(zip(rows, states, strict=True)):
+        drawn.append(_dot(row, index, state, columns))
+        drawn.append(_label(state, names.get(state.uid, ()), left, index))
     size = f'width="{left + 640}" height="{len(rows) * _ROW_PX}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="the newest'
         f' {len(rows)} states" style="{MONO};font-size:12px;max-width:none"'
-        f' fill="currentColor">{"".join([*lines, *dots, *said])}</svg>'
+        f' fill="currentColor">{"".join(drawn)}</svg>'
     )
 
 
@@ -134,18 +130,14 @@ def _label(state: State, refs: Sequence[Ref], left: int, index: int) -> str:
     rest = f" step {step_text(state)}  {metrics_text(state.metrics, state.world_size)}"
     if not state.status.is_restorable:
         rest += f"  {state.status.value}"
-    hover = escape("\n".join(filter(None, (state.uid, _clean_lines(state.message or "")))))
+    message = map(clean, (state.message or "").splitlines())
+    hover = escape("\n".join((state.uid, *message)))
     y = index * _ROW_PX + _ROW_PX // 2 + 4
     return (
         f'<text x="{left}" y="{y}"'
         f' xml:space="preserve"><title>{hover}</title>{escape(short(state.uid))}<tspan'
         f' font-weight="bold">{escape(names)}</tspan>{escape(rest)}</text>'
     )
-
-
-def _clean_lines(text: str) -> str:
-    """``clean`` for each line."""
-    return "\n".join(map(clean, text.splitlines()))
 
 
 def _x(lane: int, columns: int) -> int:

@@ -238,21 +238,19 @@ def _names_studies(session: Session) -> list[str]:
 def _read(session: Session, study: str) -> dict[str, _Row]:
     """The variants by name: those of the plan, and those that only have a branch."""
     rows: dict[str, _Row] = {}
-    for said in session.execute(_PLANNED, {"of": study}):
-        config: Mapping[str, Value] = msgspec.json.decode(said.config)
-        made = _Row(
-            said.name,
-            f"{study}/{said.name}",
-            said.place,
-            said.parent,
-            said.epochs,
-            config,
-            said.attempts,
-            said.took_s,
-            said.error,
+    for planned in session.execute(_PLANNED, {"of": study}):
+        rows[planned.name] = _Row(
+            planned.name,
+            f"{study}/{planned.name}",
+            planned.place,
+            planned.parent,
+            planned.epochs,
+            msgspec.json.decode(planned.config),
+            planned.attempts,
+            planned.took_s,
+            planned.error,
+            planned.began_at,
         )
-        made.began_us = said.began_at
-        rows[made.name] = made
     done = {head.name for head in _heads(session, f"{_DONE}{study}/", RefKind.TAG)}
     places = len(rows)
     for head in _heads(session, f"{study}/", RefKind.BRANCH):
@@ -260,15 +258,13 @@ def _read(session: Session, study: str) -> dict[str, _Row]:
         row = rows.get(name) or _Row(name, head.name, places + len(rows))
         row.head, row.is_done = head, f"{_DONE}{head.name}" in done
         rows[name] = row
-    _read_attributes(session, rows)
-    strangers = [
-        name
-        for name, row in rows.items()
-        if row.epochs is None and row.attributes.get("study") != study
-    ]
-    for name in strangers:  # a branch that happens to have such a name
-        del rows[name]
-    for row in rows.values():
+    values: defaultdict[int, dict[str, Value]] = defaultdict(dict)
+    for value in rows_in_batches(session, _VALUES, _head_ids(rows), keys=list(_ATTRIBUTES)):
+        values[value.state_id][value.key] = value.text if value.type == "str" else value.number
+    for row in list(rows.values()):
+        row.attributes = values.get(row.head.id, {}) if row.head is not None else {}
+        if row.epochs is None and row.attributes.get("study") != study:
+            del rows[row.name]  # a branch that only has such a name
         if (row.attributes.get("study"), row.attributes.get("variant")) != (study, row.name):
             row.attributes = {}
     return rows
@@ -280,14 +276,6 @@ def _heads(session: Session, prefix: str, kind: RefKind) -> list[Any]:
         _HEADS.where(REF.c.kind == kind.value, REF.c.name.startswith(prefix, autoescape=True))
     )
     return [row for row in found if row.name.startswith(prefix)]  # SQLite's LIKE ignores case
-
-
-def _read_attributes(session: Session, rows: Mapping[str, _Row]) -> None:
-    found: defaultdict[int, dict[str, Value]] = defaultdict(dict)
-    for row in rows_in_batches(session, _VALUES, _head_ids(rows), keys=list(_ATTRIBUTES)):
-        found[row.state_id][row.key] = row.text if row.type == "str" else row.number
-    for each in rows.values():
-        each.attributes = found.get(each.head.id, {}) if each.head is not None else {}
 
 
 def _learn(session: Session, rows: Mapping[str, _Row], living: Living | None) -> None:
@@ -340,7 +328,7 @@ def _ranks(rows: Iterable[_Row], metric: str | None, direction: Direction) -> di
     have = [
         (sign * value, row.name)
         for row in rows
-        if row.is_done and (value := _value_studies(row, metric)) is not None
+        if row.is_done and (value := _finite(row.metrics, metric)) is not None
     ]
     have.sort(key=itemgetter(0))
     ranks: dict[str, int] = {}
@@ -359,8 +347,8 @@ def _alike(rows: Mapping[str, _Row]) -> dict[str, tuple[str, ...]]:
     return {digest: tuple(names) for digest, names in found.items() if len(names) > 1}
 
 
-def _value_studies(row: _Row, metric: str | None) -> float | None:
-    value = row.metrics.get(metric or "")
+def _finite(metrics: Mapping[str, float], metric: str | None) -> float | None:
+    value = metrics.get(metric or "")
     return None if value is None or not math.isfinite(value) else value
 
 
@@ -405,7 +393,7 @@ def _variant_of(
         state=None if head is None else head.uid,
         step=None if head is None else head.step,
         status=None if head is None else Status(head.status),
-        value=_value_studies(row, metric),
+        value=_finite(row.metrics, metric),
         rank=ranks.get(row.name),
         metrics=dict(row.metrics),
         config=dict(row.config),
@@ -432,7 +420,13 @@ def _summaries(session: Session, names: Sequence[str]) -> list[Study]:
     for row in session.execute(_PLANS):
         planned[row.study][row.name] = row
     variants = {
-        name: list(planned.get(name, ())) or _told_by_branches(refs, name) for name in names
+        name: list(planned.get(name, ()))
+        or [
+            each.removeprefix(f"{name}/")
+            for each, row in refs.items()
+            if row.kind == RefKind.BRANCH.value and each.startswith(f"{name}/")
+        ]
+        for name in names
     }
     branches = [
         f"{name}/{variant}"
@@ -442,42 +436,32 @@ def _summaries(session: Session, names: Sequence[str]) -> list[Study]:
     ]
     held = rows_in_batches(session, _HELD, branches, "names")
     sizes = {row.branch: int(row.size or 0) for row in held}
-    return [_summary(name, variants[name], planned.get(name, {}), refs, sizes) for name in names]
-
-
-def _told_by_branches(refs: Mapping[str, Any], study: str) -> list[str]:
-    return [
-        name.removeprefix(f"{study}/")
-        for name, row in refs.items()
-        if row.kind == RefKind.BRANCH.value and name.startswith(f"{study}/")
-    ]
-
-
-def _summary(
-    name: str,
-    variants: Sequence[str],
-    planned: Mapping[str, Any],
-    refs: Mapping[str, Any],
-    sizes: Mapping[str, int],
-) -> Study:
-    done = {variant for variant in variants if f"{_DONE}{name}/{variant}" in refs}
-    changed = [
-        refs[branch].created_at for variant in variants if (branch := f"{name}/{variant}") in refs
-    ]
-    start = refs.get(_START + name)
-    return Study(
-        name=name,
-        start=None if start is None else start.uid,
-        variants=len(variants),
-        done=len(done),
-        failed=sum(
-            row.error is not None and variant not in done for variant, row in planned.items()
-        ),
-        planned_at=from_us(min(row.planned_at for row in planned.values())) if planned else None,
-        changed_at=from_us(max(changed)) if changed else None,
-        took_s=float(sum(row.took_s for row in planned.values())),
-        bytes=sum(sizes.get(f"{name}/{variant}", 0) for variant in variants),
-    )
+    made = []
+    for name in names:
+        plan = planned.get(name, {})
+        done = {variant for variant in variants[name] if f"{_DONE}{name}/{variant}" in refs}
+        changed = [
+            refs[f"{name}/{variant}"].created_at
+            for variant in variants[name]
+            if f"{name}/{variant}" in refs
+        ]
+        start = refs.get(_START + name)
+        made.append(
+            Study(
+                name=name,
+                start=None if start is None else start.uid,
+                variants=len(variants[name]),
+                done=len(done),
+                failed=sum(
+                    row.error is not None and variant not in done for variant, row in plan.items()
+                ),
+                planned_at=from_us(min(row.planned_at for row in plan.values())) if plan else None,
+                changed_at=from_us(max(changed)) if changed else None,
+                took_s=float(sum(row.took_s for row in plan.values())),
+                bytes=sum(sizes.get(f"{name}/{variant}", 0) for variant in variants[name]),
+            )
+        )
+    return made
 
 
 # The statements
@@ -627,7 +611,7 @@ def _merge(
             parents[uid].status,
             origins.get(uid),
             weight,
-            _value_merges(parents[uid], metric),
+            _finite(parents[uid].metrics, metric),
         )
         for uid, weight in zip(state.parents, weights, strict=True)
         if uid in parents
@@ -642,7 +626,7 @@ def _merge(
         created_at=state.created_at,
         message=state.message,
         refs=tuple(refs),
-        value=_value_merges(state, metric),
+        value=_finite(state.metrics, metric),
         parents=tuple(members),
     )
 
@@ -658,11 +642,6 @@ def _weights(state: State) -> list[float | None]:
         return [*recorded]
     edges = {edge.parent: edge.weight for edge in state.edges}
     return [edges.get(uid) for uid in state.parents]
-
-
-def _value_merges(state: State, metric: str | None) -> float | None:
-    value = state.metrics.get(metric or "")
-    return value if value is not None and math.isfinite(value) else None
 
 
 _NEWEST = (
@@ -748,7 +727,18 @@ def report(session: Session, id_: int, *, after: int = 0, limit: int = 100) -> R
     if row is None:
         raise NotFound(f"there is no report {id_}: outliers says which there are")
     found = session.execute(_SAMPLES, {"id": id_, "after": after, "limit": limit + 1}).all()
-    samples = tuple(_sample_of(each) for each in found[:limit])
+    samples = tuple(
+        msgspec.convert(
+            {
+                **msgspec.json.decode(each.body),
+                "rank": each.rank,
+                "index": each.sample,
+                "has_picture": bool(each.has),
+            },
+            ReportSample,
+        )
+        for each in found[:limit]
+    )
     return ReportDetail(_report_of(row), samples, samples[-1].rank if len(found) > limit else None)
 
 
@@ -764,30 +754,15 @@ def picture(session: Session, id_: int, index: int) -> bytes | None:
 
 
 def _report_of(row: Any) -> Report:
-    said: Mapping[str, Any] = msgspec.json.decode(row.body)
-    known = {
-        key: said[key]
-        for key in ("count", "suspects", "noise_rate", "is_noise_rate_estimated", "cost")
-    }
+    body: Mapping[str, Any] = msgspec.json.decode(row.body)
+    fields = ("count", "suspects", "noise_rate", "is_noise_rate_estimated", "cost")
     return Report(
         id=row.id,
         name=row.name,
         created_at=from_us(row.created_at),
         kept=row.kept,
-        branches=tuple(said["branches"]),
-        **known,
-    )
-
-
-def _sample_of(row: Any) -> ReportSample:
-    return msgspec.convert(
-        {
-            **msgspec.json.decode(row.body),
-            "rank": row.rank,
-            "index": row.sample,
-            "has_picture": bool(row.has),
-        },
-        ReportSample,
+        branches=tuple(body["branches"]),
+        **{key: body[key] for key in fields},
     )
 
 

@@ -13,8 +13,6 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from sqlalchemy import CTE, Table, func, select
-
 if TYPE_CHECKING:
     from datastates.lineage.states import State
 
@@ -285,16 +283,3 @@ def _words(key: str) -> frozenset[str]:
     return frozenset(
         {word.lower() for word in _GOALS_WORD.findall(key)} | set(_PLAIN.findall(key.lower()))
     )
-
-
-# The distinct keys of a table: metrics, attributes, settings.
-
-
-def keys_of(belongs: Table) -> CTE:
-    """The distinct keys, each by a look-up beyond the one before (a loose index scan).
-
-    The last row is NULL."""
-    key = belongs.c.key
-    walk = select(func.min(key).label("key")).cte("keys", recursive=True)
-    following = select(func.min(key)).where(key > walk.c.key).scalar_subquery()
-    return walk.union_all(select(following).where(walk.c.key.is_not(None)))

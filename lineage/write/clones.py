@@ -369,28 +369,16 @@ def put_parts(
 ) -> None:
     """Put the parts of states of several parts: uid, rank, number of parts, digest, and when it
     was reported."""
-    rows = [
-        {
-            **{
-                "state_uid": uid,
-                "rank": rank,
-                "world_size": count,
-                "digest": digest,
-                "run_id": None,
-                "status": Status.DURABLE.value,
-            },
-            **{
-                "tier": tier,
-                "node": node,
-                "bytes_total": 0,
-                "bytes_new": 0,
-                "told_at": told_at,
-                "place": None,
-                "said": None,
-            },
-        }
-        for uid, rank, count, digest, told_at in parts
-    ]
+    same: dict[str, object] = {"run_id": None, "tier": tier, "node": node}
+    same |= {
+        "status": Status.DURABLE.value,
+        "bytes_total": 0,
+        "bytes_new": 0,
+        "place": None,
+        "said": None,
+    }
+    keys = ("state_uid", "rank", "world_size", "digest", "told_at")
+    rows = [{**same, **dict(zip(keys, part, strict=True))} for part in parts]
     for some in batches(rows, _BATCH):
         session.execute(insert(PART), some)
 

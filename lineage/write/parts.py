@@ -226,15 +226,15 @@ def arrive_parts(
                 f" {digest[:16]}: one of them is forged"
             )
         hold(session, state_id, rank=rank, tier=tier, node=node, bytes=size)
-    told: dict[str, Any] = {
+    told = {
+        **_EMPTY,
         "state_uid": uid,
         "world_size": len(parts),
-        "run_id": None,
         "status": row.status.value,
         "tier": tier,
         "node": node,
+        "told_at": to_us(row.created_at),
     }
-    told |= {"told_at": to_us(row.created_at), "place": None, "said": None}
     rows = [
         {**told, "rank": rank, "digest": digest, "bytes_total": size, "bytes_new": size}
         for rank, (digest, size) in enumerate(parts)
@@ -495,55 +495,17 @@ def _drop(
     """Replace all parts of a state by one row."""
     session.execute(_DROP, {"uid": uid})
     session.execute(_FORGET_COUNT, {"uid": uid})
-    row = {
-        "state_uid": uid,
-        "rank": rank,
-        "world_size": size,
-        "digest": "",
-        "run_id": None,
-        "status": why.value,
-        "tier": "",
-        "node": "",
-    }
-    said = json.dumps({"reason": reason})
-    session.execute(
-        _INSERT,
-        {
-            **row,
-            "bytes_total": 0,
-            "bytes_new": 0,
-            "told_at": to_us(None),
-            "place": json.dumps(place),
-            "said": said,
-        },
-    )
+    row = {"state_uid": uid, "rank": rank, "world_size": size, "status": why.value}
+    texts = {"place": json.dumps(place), "said": json.dumps({"reason": reason})}
+    session.execute(_INSERT, {**_EMPTY, **row, **texts, "told_at": to_us(None)})
 
 
 def _wait_for(session: Session, awaited: str, uid: str) -> None:
     """Note that a state with all its parts waits for another one."""
     found = session.execute(_CHILDREN, {"uid": awaited}).all()
     if uid not in {row.said for row in found}:
-        row = {
-            "state_uid": awaited,
-            "rank": -1 - len(found),
-            "world_size": 0,
-            "digest": "",
-            "run_id": None,
-            "status": "",
-            "tier": "",
-        }
-        session.execute(
-            _INSERT,
-            {
-                **row,
-                "node": "",
-                "bytes_total": 0,
-                "bytes_new": 0,
-                "told_at": to_us(None),
-                "place": None,
-                "said": uid,
-            },
-        )
+        row = {"state_uid": awaited, "rank": -1 - len(found), "said": uid}
+        session.execute(_INSERT, {**_EMPTY, **row, "told_at": to_us(None)})
 
 
 def _those_after(session: Session, uid: str) -> list[str]:
@@ -555,6 +517,20 @@ def _those_after(session: Session, uid: str) -> list[str]:
 
 
 # Rows
+
+_EMPTY: Mapping[str, Any] = {
+    "world_size": 0,
+    "digest": "",
+    "run_id": None,
+    "status": "",
+    "tier": "",
+    "node": "",
+    "bytes_total": 0,
+    "bytes_new": 0,
+    "place": None,
+    "said": None,
+}
+"""The columns of a row that stands for no part's bytes."""
 
 
 def _row(told: Telling, runs: Mapping[str | None, int | None]) -> dict[str, object]:

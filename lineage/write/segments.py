@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     BigInteger,
-    Integer,
     bindparam,
     case,
     delete,
@@ -26,7 +25,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from datastates.lineage.lookup import batches
+from datastates.lineage.lookup import batches, path_columns, segment_path
 from datastates.lineage.schema import METRIC, SEGMENT, STATE, STRETCH
 from datastates.lineage.states import PLACES, STATES, WHOLE, Tally, place_of
 
@@ -238,45 +237,15 @@ def _insert(session: Session, made: Mapping[tuple[int, int, str], Tally]) -> Non
         session.execute(insert(STRETCH), rows)
 
 
-def _columns(state: Any) -> tuple[Any, ...]:
-    return (
-        state.c.id,
-        state.c.parent_id,
-        state.c.generation,
-        func.coalesce(state.c.segment_id, 0).label("segment"),
-    )
-
-
-def _walk() -> Any:
-    """A state and its first parents down to ``low``, as long as they are in ``segment``, where 0
-    means none.
-
-    The conditions that stop the walk are on the path: for a condition on the joined table SQLite
-    would first read all of that table.
-    """
-    low, wanted = bindparam("low", type_=Integer), bindparam("segment", type_=BigInteger)
-    start = select(*_columns(STATE)).where(
-        STATE.c.id == bindparam("head", type_=BigInteger), STATE.c.generation >= low
-    )
-    walk = start.cte("segment_path", recursive=True)
-    step = select(*_columns(_next)).join_from(walk, _next, _next.c.id == walk.c.parent_id)
-    walk = walk.union_all(step.where(walk.c.generation > low, walk.c.segment == wanted))
-    return (
-        select(walk.c.id, walk.c.parent_id, walk.c.generation)
-        .where(walk.c.segment == wanted)
-        .cte("own")
-    )
-
-
 def _ending() -> Any:
     """The walk back from the last state of each stretch to its first one, or to that of the
     segment."""
     fixed = (STATE.c.generation - (STATES - 1)).label("low"), STATE.c.segment_id.label("own")
-    start = select(*_columns(STATE), *fixed).where(
+    start = select(*path_columns(STATE), *fixed).where(
         STATE.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True))
     )
     walk = start.cte("ending", recursive=True)
-    step = select(*_columns(_next), walk.c.low, walk.c.own).join_from(
+    step = select(*path_columns(_next), walk.c.low, walk.c.own).join_from(
         walk, _next, _next.c.id == walk.c.parent_id
     )
     walk = walk.union_all(step.where(walk.c.generation > walk.c.low, walk.c.segment == walk.c.own))
@@ -295,8 +264,10 @@ def _with_metrics(chosen: Any, walk: Any) -> Any:
 
 
 _ENDING = _ending()
-_own = _walk()
-_PATH = select(_own.c.id, _own.c.parent_id, _own.c.generation)
+_own = segment_path("segment_path")
+_PATH = select(_own.c.id, _own.c.parent_id, _own.c.generation).where(
+    _own.c.segment == bindparam("segment", type_=BigInteger)
+)
 _place = STATE.c.generation // STATES
 _is_asked = _place.between(bindparam("first"), bindparam("last")) | (_place >= bindparam("tail"))
 _VALUES = (

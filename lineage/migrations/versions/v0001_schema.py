@@ -347,29 +347,3 @@ def upgrade() -> None:
                 ["key", "text", owner],
                 unique=False,
             )
-
-
-def downgrade() -> None:
-    for table in (
-        "seal",
-        "replica",
-        "ref_event",
-        "ref",
-        "note",
-        "metric",
-        "edge",
-        "clone",
-        "attribute",
-        "stretch",
-        "state",
-        "setting",
-        "report_sample",
-        "part",
-        "variant",
-        "segment",
-        "run",
-        "repository",
-        "report",
-        "folder",
-    ):
-        op.drop_table(table)
