@@ -23,13 +23,13 @@ from datastates.lineage.query.curves import (
     along,
     began,
     curve,
+    forks,
     generation_of,
     lost_parts,
     means,
     metrics_version,
     names_of,
     outline,
-    partings,
 )
 from datastates.lineage.query.walk import first_meeting
 from datastates.values import Value
@@ -279,7 +279,7 @@ def _line(
 
 
 def _forks(session: Session, heads: Sequence[str], ids: Sequence[int]) -> list[Fork]:
-    found = partings(session, ids)
+    found = forks(session, ids)
     parted = states(session, [one.id for one in found])
     return [
         Fork(state.uid, state.step, tuple(heads[place] for place in one.heads))

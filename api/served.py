@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Path, Request
 
 from datastates.errors import NotFound
-from datastates.lineage.database import within
+from datastates.lineage.database import deadline
 from datastates.lineage.views.branch_rows import Lines, counts_of
 from datastates.lineage.views.detail import count
 from datastates.maintenance.core import Core
@@ -93,7 +93,7 @@ class Served:
         :raises InvalidInput: the query takes longer than ``ANSWER_S``.
         :raises Refusal: too many requests are reading.
         """
-        with self._questions.one(), within(ANSWER_S), self.core.reading() as session:
+        with self._questions.one(), deadline(ANSWER_S), self.core.reading() as session:
             yield session
 
     @contextmanager

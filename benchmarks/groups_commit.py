@@ -24,7 +24,7 @@ from common import machine, out, short, spread, table
 from datastates.engine.rank_reports import Said, report
 from datastates.lineage import Database, NewState, Run, StateFacts, Status
 from datastates.lineage.write import runs
-from datastates.lineage.write.parts import Telling
+from datastates.lineage.write.parts import PartReport
 
 _SESSIONS = 8
 """The number of ranks that run in one process at once."""
@@ -156,7 +156,7 @@ def _tell(database: Database, facts: StateFacts, rank: int) -> tuple[float, floa
         facts, secrets.token_hex(32), Status.CAPTURED, 1 << 30, 1 << 30, "memory", f"node {rank}"
     )
     began = time.monotonic()
-    heard = report(database, Said(parts=(Telling(new, rank),), asked={facts.uid: rank}))
+    heard = report(database, Said(parts=(PartReport(new, rank),), asked={facts.uid: rank}))
     ended = time.monotonic()
     return (ended, ended - began) if facts.uid in heard.outcomes else None
 

@@ -43,7 +43,7 @@ from datastates.system.threads import thread_work
 from . import sqlite_files
 from .migrations import HEAD, KNOWN
 from .session import Session
-from .sqlite_files import Frozen, why_frozen
+from .sqlite_files import ReadOnlyFile, why_read_only
 
 if TYPE_CHECKING:
     from sqlalchemy import ExceptionContext
@@ -53,7 +53,7 @@ _until: ContextVar[tuple[float, float] | None] = ContextVar("datastates_deadline
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
+def deadline(seconds: float) -> Iterator[None]:
     """Give everything that this thread or task reads in the block one common deadline; a deadline
     set before still holds.
 
@@ -69,11 +69,11 @@ def within(seconds: float) -> Iterator[None]:
 def _check_deadline(*_: object) -> None:
     until = _until.get()
     if until is not None and time.monotonic() > until[0]:
-        raise overdue()
+        raise deadline_error()
 
 
 @contextmanager
-def enforced(session: Session) -> Iterator[None]:
+def enforce_deadline(session: Session) -> Iterator[None]:
     """Have the database end reads in a session when the deadline passes, if there is one."""
     until = _until.get()
     if until is None:
@@ -95,7 +95,7 @@ def enforced(session: Session) -> Iterator[None]:
         raw.set_progress_handler(None, 0)
 
 
-def overdue() -> InvalidInput:
+def deadline_error() -> InvalidInput:
     """The error for a query that takes too long."""
     until = _until.get()
     given = "" if until is None else f" more than {until[1]:g} s"
@@ -200,7 +200,7 @@ class Database:
         self._closed = False
         self._sessions = 0
         self.read_only: str | None = None
-        self._frozen: Frozen | None = None
+        self._read_only_file: ReadOnlyFile | None = None
         self._lineage: list[object] = []
         self._path = path = Path(parsed.database or "")
         # the inode numbers of the file and of the index of its log
@@ -211,11 +211,13 @@ class Database:
         if self.is_sqlite:
             _prepare_file(path, create=create)
             number = _number(path)
-            self.read_only = why_frozen(path)
+            self.read_only = why_read_only(path)
             _check_links(path)
-            self._frozen = None if self.read_only is None else Frozen(path)
+            self._read_only_file = None if self.read_only is None else ReadOnlyFile(path)
         if self.is_sqlite:
-            self._engine = _sqlite_engine(parsed, self._lineage, frozen=self._frozen)
+            self._engine = _sqlite_engine(
+                parsed, self._lineage, read_only_file=self._read_only_file
+            )
         else:
             self._engine = _postgresql_engine(parsed, self._lineage)
         read: dict[str, Any] = {_BEGIN: "BEGIN"}
@@ -229,7 +231,7 @@ class Database:
         self._end = self._ended_by(operator.call)
         try:
             self._open(create=create)
-            if self.is_sqlite and self._frozen is None:
+            if self.is_sqlite and self._read_only_file is None:
                 self._hold(number)
         except BaseException:
             self.close()
@@ -253,8 +255,8 @@ class Database:
         :raises Unavailable: another process held the write lock for a minute, the file was replaced
             during the transaction, or nothing may be written here (see ``read_only``).
         """
-        if self._frozen is not None and in_copy:
-            self._frozen.take_copy(follows=True)
+        if self._read_only_file is not None and in_copy:
+            self._read_only_file.take_copy(follows=True)
             self._engine.dispose()
         elif self.read_only is not None:
             raise Unavailable(
@@ -287,7 +289,9 @@ class Database:
     ) -> weakref.finalize[..., Database]:
         """What closes the connections once: called, or when this object is collected without a
         close."""
-        end = weakref.finalize(self, _let_go, os.getpid(), self._engine, self._frozen, close)
+        end = weakref.finalize(
+            self, _close_engine, os.getpid(), self._engine, self._read_only_file, close
+        )
         end.atexit = False  # the kernel closes them
         return end
 
@@ -317,7 +321,7 @@ class Database:
                 engine.connect() as session,
             ):
                 session.begin()  # a writer takes the write lock now, before anything is read
-                with enforced(session):
+                with enforce_deadline(session):
                     yield session
         except (exc.SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error) as error:
             raise translate(error, self._shown, was_there=bool(self._lineage)) from error
@@ -329,10 +333,10 @@ class Database:
         with self._turn:
             if self._closed:
                 raise Closed(f"the lineage {self._shown} was closed: open it again")
-            if self._frozen is not None and self._frozen.has_changed():
+            if self._read_only_file is not None and self._read_only_file.has_changed():
                 self._engine.dispose()
             if self._held[0] not in (None, number := _number(self._path)):
-                self._follow(number)
+                self._use_replacement(number)
             self._sessions += 1
         try:
             yield
@@ -351,8 +355,8 @@ class Database:
             return
         if version is None and not create:
             raise NotFound(f"{self._shown} holds no lineage: create it, or check the URL")
-        if self._frozen is not None:
-            self._frozen.take_copy()
+        if self._read_only_file is not None:
+            self._read_only_file.take_copy()
             self._engine.dispose()
         if self.is_sqlite:
             self._use_wal()
@@ -380,12 +384,12 @@ class Database:
         :raises Conflict: it is not the file that was ``opened``.
         """
         self._end.detach()
-        self._end = self._ended_by(sqlite_files.cast(self._path))
+        self._end = self._ended_by(sqlite_files.hold(self._path))
         self._held = _number(self._path), _number(f"{self._path}-shm")
         if self._held[0] != opened:
             raise Conflict(f"{self._shown} was replaced while it was opened: open it again")
 
-    def _follow(self, file: int | None) -> None:
+    def _use_replacement(self, file: int | None) -> None:
         """Use the file that was put in the place of the one that was opened, as a restored backup
         is. Runs in turn.
 
@@ -393,8 +397,8 @@ class Database:
         """
         if file is None:
             raise Unavailable(f"{self._shown} is gone: put the file back, or a copy of it")
-        with sqlite_files.alone(self._path) as is_alone:
-            if is_alone and _number(f"{self._path}-shm") == self._held[1]:
+        with sqlite_files.exclusive(self._path) as is_exclusive:
+            if is_exclusive and _number(f"{self._path}-shm") == self._held[1]:
                 # SQLite would apply the log of the earlier file to this one
                 rest = [0, 1, 0]
                 # QueuePool has it; else it would connect to the new file
@@ -464,7 +468,7 @@ def translate(error: Exception, where: str, *, was_there: bool = False) -> Datas
     if _until.get() is not None and (
         code == _CANCELLED or getattr(origin, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT
     ):
-        return overdue()
+        return deadline_error()
     if code == _CANCELLED:
         return Unavailable(
             f"{where} gave up what it was asked ({said}): see who cancels there, and its"
@@ -515,14 +519,14 @@ def translate(error: Exception, where: str, *, was_there: bool = False) -> Datas
     return DatastatesError(f"{where}: {said}")
 
 
-def undeterred(transact: Callable[_P, _T]) -> Callable[_P, _T]:
+def retry_conflicts(transact: Callable[_P, _T]) -> Callable[_P, _T]:
     """A function that is one transaction, done again where another transaction was in its way.
 
     :raises Unavailable: (the returned function) one was in its way each time.
     """
 
     @wraps(transact)
-    def insist(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def retry(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         for _ in range(_ATTEMPTS):
             try:
                 return transact(*args, **kwargs)
@@ -535,18 +539,21 @@ def undeterred(transact: Callable[_P, _T]) -> Callable[_P, _T]:
                 last = error
         raise Unavailable(f"after {_ATTEMPTS} attempts: {last}") from last
 
-    return insist
+    return retry
 
 
-def _let_go(
-    pid: int, engine: Engine, frozen: Frozen | None, close: Callable[[Callable[[], None]], None]
+def _close_engine(
+    pid: int,
+    engine: Engine,
+    read_only_file: ReadOnlyFile | None,
+    close: Callable[[Callable[[], None]], None],
 ) -> None:
     """Close the connections of process ``pid``, by ``close``; a forked child leaves them alone."""
     if pid != os.getpid():
         return
     close(engine.dispose)
-    if frozen is not None:
-        frozen.close()
+    if read_only_file is not None:
+        read_only_file.close()
 
 
 def _parse(url: str) -> URL:
@@ -622,18 +629,23 @@ def _number(path: Path | str) -> int | None:
         return None
 
 
-def _sqlite_engine(url: URL, lineage: list[object], *, frozen: Frozen | None) -> Engine:
+def _sqlite_engine(
+    url: URL, lineage: list[object], *, read_only_file: ReadOnlyFile | None
+) -> Engine:
     options: dict[str, Any] = {
         "isolation_level": None,
         "timeout": BUSY_TIMEOUT_S,
         "check_same_thread": False,
     }
     pool: dict[str, Any] = {"pool_size": 8, "max_overflow": -1}
-    if frozen is None:
+    if read_only_file is None:
         engine = create_engine(url, connect_args=options, **pool)
     else:
         engine = create_engine(
-            "sqlite://", creator=lambda: frozen.connect(BUSY_TIMEOUT_S), poolclass=QueuePool, **pool
+            "sqlite://",
+            creator=lambda: read_only_file.connect(BUSY_TIMEOUT_S),
+            poolclass=QueuePool,
+            **pool,
         )
     event.listen(engine, "connect", partial(_on_sqlite_connect, str(url.database), lineage))
     event.listen(engine, "begin", _on_sqlite_begin)

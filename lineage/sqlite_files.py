@@ -40,10 +40,10 @@ _REFUSED = (errno.EAGAIN, errno.EACCES)  # the two errors that POSIX allows for 
 _PATIENCE_S = 10.0
 _ASK_AGAIN_S = 0.01
 _turn = Mutex()
-_anchors: dict[tuple[int, int], _Anchor] = {}
+_anchors: dict[tuple[int, int], _FileLocks] = {}
 
 
-class _Anchor:
+class _FileLocks:
     """The locks of this process on one file, counting their users.
 
     Its methods run one at a time."""
@@ -52,7 +52,7 @@ class _Anchor:
         self.users = 0
         self.descriptors = descriptors
 
-    def weigh(self) -> None:
+    def unlock(self) -> None:
         """Release the locks; the descriptors stay open."""
         for fd in self.descriptors:
             with suppress(OSError):
@@ -66,7 +66,7 @@ class _Anchor:
         self.descriptors = []
 
 
-def cast(path: Path) -> Callable[[Callable[[], None]], None]:
+def hold(path: Path) -> Callable[[Callable[[], None]], None]:
     """Hold the anchor of a file that a connection of this process has open.
 
     The returned function closes that connection by calling its argument, and then releases the
@@ -83,7 +83,7 @@ def cast(path: Path) -> Callable[[Callable[[], None]], None]:
             anchor = _anchors.get(key)
             is_last = anchor is not None and anchor.users == 1
             if anchor is not None and is_last:
-                anchor.weigh()  # SQLite's last connection may now tidy its file
+                anchor.unlock()  # SQLite's last connection may now tidy its file
             try:
                 end()
             finally:
@@ -97,7 +97,7 @@ def cast(path: Path) -> Callable[[Callable[[], None]], None]:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[bool]:
+def exclusive(path: Path) -> Iterator[bool]:
     """Whether no process, this one included, has the file open in SQLite, as far as can be seen.
 
     Until the block ends no process can open it: one that tries waits, and then finds what is at the
@@ -142,7 +142,7 @@ def _anchored(path: Path) -> tuple[int, int] | None:
             key = (status.st_dev, status.st_ino)
             anchor = _anchors.get(key)
             if anchor is None:
-                anchor = _anchors[key] = _Anchor(_locked(path))
+                anchor = _anchors[key] = _FileLocks(_locked(path))
         except OSError:  # a file system without such locks: SQLite's own must suffice
             return None
         anchor.users += 1
@@ -194,7 +194,7 @@ os.register_at_fork(after_in_child=_forget)
 # A SQLite file that may not be written: a read-only file system, a snapshot, another user's.
 
 
-def why_frozen(path: Path) -> str | None:
+def why_read_only(path: Path) -> str | None:
     """The reason, in words, why a SQLite file, or the folder that holds its log, cannot be
     written; None if both can."""
     is_effective = os.access in os.supports_effective_ids
@@ -204,7 +204,7 @@ def why_frozen(path: Path) -> str | None:
     return None
 
 
-class Frozen:
+class ReadOnlyFile:
     """A file that may not be written.
 
     After ``has_changed`` returns True, new connections see what others wrote meanwhile."""

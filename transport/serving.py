@@ -215,7 +215,7 @@ class RepositoryStore(Store):
     @contextmanager
     def _asked(self) -> Iterator[Session]:
         """A session for a peer's question, which may cost only a limited time."""
-        with database.within(ANSWER_S), self._core.reading() as session:
+        with database.deadline(ANSWER_S), self._core.reading() as session:
             yield session
 
     def refs(self) -> list[RefRecord]:
@@ -243,14 +243,14 @@ class RepositoryStore(Store):
             return record_of(session, revision.resolve(session, rev))
 
     def open(self, uid: str) -> Source:
-        with database.within(ANSWER_S):
+        with database.deadline(ANSWER_S):
             state = self._core.state(uid)
         refuse_parts(state, "a clone as a whole")
         reopen = partial(self._core.tiers.reopen, state, verify=False)
         return StateSource(self._core.open_payload(state, verify=False), reopen)
 
     def open_part(self, uid: str, rank: int) -> Source:
-        with database.within(ANSWER_S):
+        with database.deadline(ANSWER_S):
             state = self._core.state(uid)
         tiers = self._core.tiers
         try:
@@ -262,7 +262,7 @@ class RepositoryStore(Store):
         return StateSource(reader, partial(tiers.reopen, state, rank=rank, verify=False))
 
     def reach(self, uid: str) -> Reached:
-        with database.within(ANSWER_S):
+        with database.deadline(ANSWER_S):
             state = self._core.state(uid)
         if state.world_size > PARTS:
             raise Unsupported(

@@ -584,7 +584,7 @@ def _unmake(root: Path, packs: Path, folders: Sequence[Path]) -> None:
     from datastates.lineage import sqlite_files
     from datastates.maintenance.lease import held_in
 
-    with sqlite_files.alone(root / DATABASE) as is_alone:
+    with sqlite_files.exclusive(root / DATABASE) as is_alone:
         if (
             not is_alone
             or held_in(packs)

@@ -555,7 +555,7 @@ class Staged:
     @property
     def form(self) -> str:
         """The properties that all parts of its state must share; see
-        ``lineage.write.parts.Telling``."""
+        ``lineage.write.parts.PartReport``."""
         return (
             self.layout.form if self.updates is None else form_after(self.layout.form, self.updates)
         )

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from datastates.errors import Conflict, DatastatesError, NotFound, Unavailable
 from datastates.lineage import lookup
-from datastates.lineage.database import Database, undeterred
+from datastates.lineage.database import Database, retry_conflicts
 from datastates.lineage.query.incomplete import Outcome, outcomes
 from datastates.lineage.query.names import reflog, refs
 from datastates.lineage.schema import to_us
@@ -416,7 +416,7 @@ class Journal:
         """Whether a state left this process's memory, and that was not recorded yet."""
         return uid in self._evicted
 
-    @undeterred
+    @retry_conflicts
     def tell_evictions(self) -> None:
         """Record now which states left memory.
 
@@ -576,7 +576,7 @@ class Journal:
             **dict.fromkeys((entry.new.uid for entry in told), None),
         }
 
-    @undeterred
+    @retry_conflicts
     def _tell_whole(self, entries: Sequence[Entry], said: Said) -> tuple[list[State], Heard]:
         with self._database.write(durable=said.is_durable) as session:
             states = lineage_record.record_all(session, [entry.new for entry in entries])
@@ -700,7 +700,7 @@ class Journal:
         """Note that a commit was durable, and with it all earlier ones."""
         self._past += [self._told.pop(uid) for uid in self._evicted.settle() if uid in self._told]
 
-    @undeterred
+    @retry_conflicts
     def _recall(self, coming: Iterable[Entry] = ()) -> bool:
         """Record again what the database has lost, runs and ancestors included. Returns whether
         there was anything. ``coming`` is recorded next."""
@@ -840,7 +840,9 @@ class Journal:
         if clones.known(session, [new.uid]):  # another rank told it meanwhile
             return
         if entry.rank is not None:
-            parts.record_parts(session, [parts.Telling(new, entry.rank, entry.reduce, entry.form)])
+            parts.record_parts(
+                session, [parts.PartReport(new, entry.rank, entry.reduce, entry.form)]
+            )
             return
         if facts.run is not None and not _has_run(session, facts.run):
             # of a process that has ended, about which nothing else is known

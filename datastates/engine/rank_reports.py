@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from datastates.lineage.database import Database, undeterred
+from datastates.lineage.database import Database, retry_conflicts
 from datastates.lineage.lookup import state
 from datastates.lineage.query.incomplete import Outcome, outcomes, ranks_text, statuses_of, waiting
 from datastates.lineage.query.names import replicas_of
 from datastates.lineage.schema import from_us
 from datastates.lineage.states import Edge, EdgeKind, NewState, StateFacts, Status, Why
 from datastates.lineage.write.parts import (
-    Telling,
+    PartReport,
     give_up,
     record_parts,
     skip_part,
@@ -57,7 +57,7 @@ class Said:
     database's own end.
     """
 
-    parts: tuple[Telling, ...] = ()
+    parts: tuple[PartReport, ...] = ()
     skips: tuple[Skip, ...] = ()
     late: tuple[str, ...] = ()
     patience_s: float = 0.0
@@ -128,7 +128,7 @@ def tell(session: Session, said: Said) -> Heard:
     )
 
 
-@undeterred
+@retry_conflicts
 def report(database: Database, said: Said) -> Heard:
     """Record this now, in a separate transaction, and return the results.
 
@@ -325,7 +325,7 @@ class Parts:
         }
         return Said(
             parts=tuple(
-                Telling(entry.new, _rank(entry), entry.reduce, entry.form) for entry in entries
+                PartReport(entry.new, _rank(entry), entry.reduce, entry.form) for entry in entries
             ),
             skips=tuple(self._skips.values()),
             late=tuple(late),

@@ -327,7 +327,7 @@ def import_bundle(
     states, made_by = _checked_lineage(lineage)
     with core.database.read() as session:
         clones.check_ancestry(session, list(states.values()), made_by)
-        refs.check(lineage.notes)
+        refs.check_notes(lineage.notes)
         sealed = attachments.seals(session, lineage.held)
     folder_uid = core.home.check_writable()
     with ExitStack() as stack:
@@ -549,7 +549,7 @@ def _commit(
             # are recorded
             take_turns(session)
             clones.import_ancestry(session, list(states.values())[::-1], made_by)
-            refs.bring(session, written)
+            refs.import_notes(session, written)
             for uid, (each, _, seal) in staged.items():
                 placed[uid] = found = _committed(each, uid)
                 done.append(each)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict
-from datastates.lineage.query.retained import given_up, unheard_of
+from datastates.lineage.query.retained import given_up, unknown_uids
 from datastates.lineage.write.parts import abandon
 from datastates.lineage.write.replicas import take_turns
 from datastates.system.interrupts import checkpoint
@@ -79,7 +79,7 @@ def gc(
     with core.database.read() as session:
         here = tuple(dict.fromkeys(uid for uid, _ in tier.parts()))
         leftovers = _leftovers(core, session, here)
-        strangers = unheard_of(session, here)
+        strangers = unknown_uids(session, here)
     unknown: list[str] = []
     if takes_unknown:
         others = [run for run in held_in(core.location.packs) if run != core.run_uid]
@@ -106,7 +106,7 @@ def gc(
         found = tier.collect(is_dry=True, without=states, tell=tell)
     else:
         states = _remove(core, leftovers, partial(_leftovers, core))
-        states += _remove(core, unknown, unheard_of)
+        states += _remove(core, unknown, unknown_uids)
         found = tier.collect(tell=tell)
     return GcReport(
         is_dry_run=is_dry_run,

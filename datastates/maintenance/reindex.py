@@ -271,7 +271,7 @@ def _rebuilt(
             f"{final} is there: open the repository, or rebuild its lineage with --replace"
             " (replace=True), which keeps that file"
         )
-    with sqlite_files.alone(final) as is_alone:
+    with sqlite_files.exclusive(final) as is_alone:
         if not is_alone:
             raise _in_use(final)
     making = location.root / _NEW
@@ -281,7 +281,7 @@ def _rebuilt(
             before = _stamps(final)
             _begin(work, final, making)
             report = _into(URL.create("sqlite", database=str(making)).render_as_string(), work)
-            with sqlite_files.alone(final) as is_alone:
+            with sqlite_files.exclusive(final) as is_alone:
                 _check_unused(location)
                 if not is_alone:
                     raise _in_use(final)

@@ -248,7 +248,7 @@ def recorded_policies(context: PruneContext) -> dict[str, Retention]:
     """The policies of the newest training of each branch, by branch."""
     found: dict[str, Retention] = {}
     with context.database.read() as session:
-        told = retained.told(session, KEY)
+        told = retained.newest_settings(session, KEY)
     for branch, text in told.items():
         try:
             found[branch] = Retention.parse(text)
@@ -283,14 +283,14 @@ def survey(
     if EACH in keys:
         with context.database.read() as session:
             keys |= {key for key in metrics_of(session) if named_direction(key) is not None}
-    files, found = context.durable.files(), list[retained.Durable]()
+    files, found = context.durable.files(), list[retained.DurableState]()
     for page in retained.durable(context.database, tier=tier, node=node, keys=keys):
         found += page
         tell(len(found), max(len(found), len(files)))
-    held = retained.counted_on(context.database, {each.id for each in found})
+    held = retained.needed_states(context.database, {each.id for each in found})
     with context.database.read() as session:
         segments = retained.segments_of(session)
-        elsewhere = retained.elsewhere(
+        elsewhere = retained.held_by_others(
             session, [each.id for each in found], volatile=VOLATILE, holder=context.holder
         )
     best = _best_before_forks(context.database, segments, policies) if keys else {}

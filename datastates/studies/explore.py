@@ -84,7 +84,7 @@ class Study:
         known = read_study(self.repo, self.name, self.plan, config=self.config)
         with self.repo.core.writing() as session:
             planned = [
-                attachments.Planned(one.name, one.parent, one.epochs, one.config)
+                attachments.PlannedVariant(one.name, one.parent, one.epochs, one.config)
                 for one in self.plan.variants
             ]
             attachments.plan(session, self.name, planned)

@@ -71,7 +71,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Fork:
     """The state, by row id, where the paths of some heads fork; ``heads`` are their positions in
     the input."""
 
@@ -125,7 +125,7 @@ def curve(
     return Curve(ids, steps, values)
 
 
-def partings(session: Session, heads: Sequence[int]) -> list[Parting]:
+def forks(session: Session, heads: Sequence[int]) -> list[Fork]:
     """The places where the paths of first parents of ``heads``, which are row ids, fork; the newest
     first.
 
@@ -135,7 +135,7 @@ def partings(session: Session, heads: Sequence[int]) -> list[Parting]:
     found: dict[int, set[int]] = {}
     _part(session, sorted(set(heads)), found)
     return [
-        Parting(met, tuple(place for place, head in enumerate(heads) if head in found[met]))
+        Fork(met, tuple(place for place, head in enumerate(heads) if head in found[met]))
         for met in sorted(found, reverse=True)
     ]
 

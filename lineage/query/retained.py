@@ -56,7 +56,7 @@ _WORST = (-math.inf, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Durable:
+class DurableState:
     """A state that a folder of packs holds, as the lineage records it.
 
     ``created_us`` is in microseconds since the epoch."""
@@ -73,7 +73,7 @@ class Durable:
 
 def durable(
     database: Database, *, tier: str, node: str, keys: Collection[str] = ()
-) -> Iterator[list[Durable]]:
+) -> Iterator[list[DurableState]]:
     """The states that a tier of a node holds, in the order of their row ids, in pages of ``_PAGE``.
     They have the values of the metrics ``keys`` that are numbers. A separate transaction reads each
     page.
@@ -87,13 +87,13 @@ def durable(
             for state_id, key, value in rows_in_batches(session, _METRICS, ids, keys=list(keys)):
                 if value is not None:
                     metrics[state_id][key] = value
-        yield [Durable(*row, metrics.get(row.id, _NONE)) for row in rows]
+        yield [DurableState(*row, metrics.get(row.id, _NONE)) for row in rows]
         if len(rows) < _PAGE:
             return
         after = rows[-1].id
 
 
-def counted_on(database: Database, held: Set[int]) -> dict[int, str]:
+def needed_states(database: Database, held: Set[int]) -> dict[int, str]:
     """The states on which something counts, by row id, with the reason, given those that a folder
     holds.
 
@@ -118,7 +118,7 @@ def counted_on(database: Database, held: Set[int]) -> dict[int, str]:
 
 
 def leading(session: Session, ids: Collection[int], *, tier: str, node: str) -> set[int]:
-    """The states among ``ids`` on which something counts (see ``counted_on``); a tier of a node
+    """The states among ``ids`` on which something counts (see ``needed_states``); a tier of a node
     holds all of ``ids``.
 
     The cost grows with the number of states below them that are not held. It does not depend on the
@@ -146,7 +146,7 @@ def best_on_the_way(
     return {head: best[head][1] for head in heads if best[head] != _WORST}
 
 
-def elsewhere(
+def held_by_others(
     session: Session, ids: Collection[int], *, volatile: Collection[str], holder: str
 ) -> set[int]:
     """Those of these row ids whose states other processes than ``holder`` have in their
@@ -194,7 +194,7 @@ def extremes(
         )
 
 
-def told(session: Session, key: str) -> dict[str, str]:
+def newest_settings(session: Session, key: str) -> dict[str, str]:
     """What the newest training of each branch noted under a key of ours, by branch; branches
     whose training noted nothing are left out."""
     found = ((branch, config.get(key)) for branch, config in session.execute(_NEWEST_RUNS))
@@ -323,7 +323,7 @@ def _nearest(database: Database, starts: Set[int], held: Set[int]) -> dict[int, 
     return nearest
 
 
-def led_here(is_passed: Callable[[Any], ColumnElement[bool]]) -> Select[Any]:
+def refs_leading_to(is_passed: Callable[[Any], ColumnElement[bool]]) -> Select[Any]:
     """The names that lead to each of some states along first parents; ``is_passed`` is true of the
     states that the walk passes.
 
@@ -346,7 +346,9 @@ def led_here(is_passed: Callable[[Any], ColumnElement[bool]]) -> Select[Any]:
     )
 
 
-_LEADING = led_here(lambda passed: ~exists().where(*_here, REPLICA.c.state_id == passed.c.id))
+_LEADING = refs_leading_to(
+    lambda passed: ~exists().where(*_here, REPLICA.c.state_id == passed.c.id)
+)
 
 
 # What the lineage knows of states whose files are in a folder: that they may be deleted, or
@@ -362,7 +364,7 @@ def given_up(session: Session, uids: Sequence[str], *, tier: str, node: str) -> 
     return [row[0] for row in (*gone, *never_complete)]
 
 
-def unheard_of(session: Session, uids: Iterable[str]) -> list[str]:
+def unknown_uids(session: Session, uids: Iterable[str]) -> list[str]:
     """The uids that neither are states here nor wait for their parts."""
     wanted = list(uids)
     known = {row[0] for row in rows_in_batches(session, _KNOWN, wanted, "uids")}

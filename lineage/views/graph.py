@@ -65,7 +65,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RowText:
     """A row as text: lines to print before the state's own, the prefix of its first line, of its
     further lines, and lines after."""
 
@@ -75,7 +75,7 @@ class Drawn:
     after: tuple[str, ...]
 
 
-class Placed(NamedTuple):
+class LanePosition(NamedTuple):
     """The lane of a state, the other columns that lead to it, and the lanes of its parents."""
 
     lane: int
@@ -124,7 +124,7 @@ class Front(Generic[Key]):
         # a list first: twice as fast
         return tuple([lane for lane, key in enumerate(self.awaited) if key is not None])
 
-    def place(self, key: Key, parents: Sequence[Key]) -> Placed:
+    def place(self, key: Key, parents: Sequence[Key]) -> LanePosition:
         """Place the next row: the lines to a state end at it, those to its parents begin."""
         awaited = self.awaited
         joins: tuple[int, ...] = ()
@@ -146,7 +146,7 @@ class Front(Generic[Key]):
         self.width = max(self.width, len(awaited))
         while awaited and awaited[-1] is None:
             awaited.pop()
-        return Placed(lane, joins, below)
+        return LanePosition(lane, joins, below)
 
     def skip(
         self: Front[int], keys: Iterable[int], first: Firsts, further: Mapping[int, Sequence[int]]
@@ -274,7 +274,7 @@ def lanes(
         above = below
 
 
-def draw(rows: Iterable[Row], *, mark: str = "*") -> Iterator[Drawn]:
+def draw(rows: Iterable[Row], *, mark: str = "*") -> Iterator[RowText]:
     """The rows as text with box-drawing characters, two columns for each lane."""
     for row in rows:
         passing = [lane for lane in row.above if lane != row.lane and lane not in row.joins]
@@ -293,7 +293,7 @@ def draw(rows: Iterable[Row], *, mark: str = "*") -> Iterator[Drawn]:
             if others
             else ()
         )
-        yield Drawn(
+        yield RowText(
             before,
             _columns({**dict.fromkeys(passing, "│"), row.lane: mark}),
             _columns(dict.fromkeys(row.below, "│")),
@@ -381,7 +381,7 @@ class Ancestry(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _SavedLines:
     """The open lines above a row (0 where there is none), their owners, and the columns that the
     rows below need up to the next saved place."""
 
@@ -403,7 +403,7 @@ class Drawing:
     heads: frozenset[int]
     order: array[int]
     tips: Mapping[int, int]
-    kept: Mapping[int, _Kept]
+    kept: Mapping[int, _SavedLines]
     width: int
     version: str
     trunk: int | None = None
@@ -548,7 +548,7 @@ def _draw_all(
     if trunk is not None:
         wanted = {key: lane for key, lane in wanted.items() if lane and key != trunk}
     front = _front((), wanted, trunk)
-    kept: dict[int, _Kept] = {}
+    kept: dict[int, _SavedLines] = {}
     while end:
         if old is not None and end in old.kept and end < len(old.order):
             there = old.kept[end]
@@ -561,7 +561,7 @@ def _draw_all(
         open_ = front.width = len(front.awaited)
         if end == len(order) or _is_kept(end, open_):
             place = end
-            kept[place] = _Kept(_lines(front), _sources(front), open_)
+            kept[place] = _SavedLines(_lines(front), _sources(front), open_)
         _skip(front, topology, order, end, begin)
         kept[place] = replace(kept[place], width=max(kept[place].width, front.width))
         end = begin

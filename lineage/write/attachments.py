@@ -37,7 +37,7 @@ raised."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedVariant:
     """One variant as its plan has it: the variant that it continues from (None: the start), its
     epochs, and what it changes."""
 
@@ -47,7 +47,7 @@ class Planned:
     config: Mapping[str, Value]
 
 
-def plan(session: Session, study: str, variants: Sequence[Planned]) -> None:
+def plan(session: Session, study: str, variants: Sequence[PlannedVariant]) -> None:
     """Note what a study is to train, in the order of its plan.
 
     What is known of variants planned before stays."""
@@ -101,7 +101,7 @@ def _shortened(error: str) -> str:
     return f"{first}\n…\n{said[len(first) + 3 - ERROR_CHARACTERS :]}"
 
 
-def _row(study: str, place: int, variant: Planned) -> dict[str, object]:
+def _row(study: str, place: int, variant: PlannedVariant) -> dict[str, object]:
     config = msgspec.json.encode(logs.named(dict(variant.config))).decode()
     return {
         "study": study,

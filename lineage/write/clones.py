@@ -40,10 +40,9 @@ from datastates.lineage.states import (
 )
 from datastates.system.interrupts import checkpoint
 
-from . import record as carried
 from . import refs, segments
 from .parts import arrive_parts
-from .record import check, record, record_all
+from .record import check, check_imported_run, import_runs, record, record_all
 from .replicas import mark
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def check_arrival(
         # as it will be recorded, except for the tier of its bytes
         check(_new(each, coming, status=Status.EVICTED))
     for run in made_by.values():
-        carried.check_carried(run)
+        check_imported_run(run)
     _check_same(known(session, coming), (state, *ancestry))
     for tag in tags:
         refs.check_name(tag.name)
@@ -144,7 +143,7 @@ def check_ancestry(session: Session, states: Sequence[State], made_by: Mapping[s
     for state in states:
         check(_new(state, coming, status=Status.EVICTED))
     for run in made_by.values():
-        carried.check_carried(run)
+        check_imported_run(run)
     _check_same(known(session, coming), states)
 
 
@@ -180,7 +179,7 @@ def import_ancestry(session: Session, states: Sequence[State], made_by: Mapping[
     parents = (parent for state in coming.values() for parent in state.parents)
     here = _check_same(known(session, dict.fromkeys((*coming, *parents))), coming.values())
     news = []
-    runs = carried.carry(
+    runs = import_runs(
         session, [state for state in coming.values() if state.uid not in here], made_by
     )
     for state in coming.values():
@@ -219,7 +218,7 @@ def arrive(
             state,
             here,
             status=Status.CAPTURED,
-            run=carried.carry(session, [state], came.runs).get(state.run or ""),
+            run=import_runs(session, [state], came.runs).get(state.run or ""),
         )
         record(session, replace(new, tier=tier, node=place, bytes_new=bytes_new))
     if parts:

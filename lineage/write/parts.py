@@ -71,7 +71,7 @@ should go on to further tiers, or not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class PartReport:
     """What one rank captured of a state. ``new`` is what ``record`` takes, for this part only;
     ``reduce`` says how metrics are combined.
 
@@ -91,7 +91,7 @@ def form_after(form: str, updates: int) -> str:
     return f"{form}{_AFTER}{updates}"
 
 
-def record_parts(session: Session, told: Sequence[Telling]) -> None:
+def record_parts(session: Session, told: Sequence[PartReport]) -> None:
     """Record what ranks captured of states. The last part of a state makes the state visible.
 
     The parts of a state agree on parents, branch and step. Attributes, message, time and run of the
@@ -252,7 +252,7 @@ def part_digest(session: Session, uid: str, rank: int) -> str | None:
     return None if not found else str(found)
 
 
-def _check(told: Telling) -> None:
+def _check(told: PartReport) -> None:
     new, rank, size = told.new, told.rank, told.new.facts.world_size
     check(new)
     check_metrics(new.facts.metrics, check_reduce(told.reduce), rank)
@@ -279,7 +279,7 @@ def _take_turns(session: Session, branches: Iterable[str | None]) -> None:
             session.execute(_LOCK, {"key": key})
 
 
-def _tell(session: Session, told: Telling, runs: Mapping[str | None, int | None]) -> bool:
+def _tell(session: Session, told: PartReport, runs: Mapping[str | None, int | None]) -> bool:
     """Note a part; returns whether it completes its state."""
     new, size = told.new, told.new.facts.world_size
     found: Any = session.execute(_TOLD, {"uid": new.uid}).one()
@@ -311,7 +311,7 @@ def _tell(session: Session, told: Telling, runs: Mapping[str | None, int | None]
     return count == size
 
 
-def _was_told(told: Telling, known: Mapping[int, Any], whole: str | None) -> bool:
+def _was_told(told: PartReport, known: Mapping[int, Any], whole: str | None) -> bool:
     """Whether a part was reported before.
 
     :raises Conflict: a different one was, or what it says of the state contradicts what another
@@ -335,7 +335,7 @@ def _was_told(told: Telling, known: Mapping[int, Any], whole: str | None) -> boo
     return digest is not None
 
 
-def _check_alike(told: Telling, other: int, theirs: Mapping[str, Any]) -> None:
+def _check_alike(told: PartReport, other: int, theirs: Mapping[str, Any]) -> None:
     """Raise unless a part says of its state the same as the part of the rank ``other``, as far as
     that is kept.
 
@@ -533,7 +533,7 @@ _EMPTY: Mapping[str, Any] = {
 """The columns of a row that stands for no part's bytes."""
 
 
-def _row(told: Telling, runs: Mapping[str | None, int | None]) -> dict[str, object]:
+def _row(told: PartReport, runs: Mapping[str | None, int | None]) -> dict[str, object]:
     new, facts = told.new, told.new.facts
     said: dict[str, object] = {
         "run": facts.run,
@@ -576,7 +576,7 @@ def _run_ids(session: Session, uids: Collection[str | None]) -> dict[str | None,
     return found
 
 
-def _common(told: Telling) -> dict[str, Any]:
+def _common(told: PartReport) -> dict[str, Any]:
     """What a part says of its state and every other part must say too; of the form only where it
     is stated."""
     common = {"world_size": told.new.facts.world_size, **_place_of(told.new.facts)}

@@ -326,7 +326,7 @@ class _Places:
                     f"{facts.branch!r} is a tag, captures cannot move it: choose another branch"
                 )
             if row.ref_kind is None:
-                segments.leave(self._session, facts.branch)  # an older branch of that name
+                segments.detach(self._session, facts.branch)  # an older branch of that name
             old = (parent_id, facts.parent, parent_id, facts.parent, None, None)
             found = (row.head_id, row.head, row.head_id, row.head, row.segment_id, row.first_id)
             self.branches[facts.branch] = _Branch(
@@ -665,7 +665,9 @@ def _of_rank(key: str, rank: int) -> str:
 _UID_BYTES = 12
 
 
-def carry(session: Session, states: Iterable[State], runs: Mapping[str, Run]) -> dict[str, str]:
+def import_runs(
+    session: Session, states: Iterable[State], runs: Mapping[str, Run]
+) -> dict[str, str]:
     """Keep the runs of states that arrive; ``runs`` are those that came with the states, by uid.
     Returns the uid here, by the uid there."""
     wanted = {state.run for state in states if state.run in runs}
@@ -679,7 +681,7 @@ def carry(session: Session, states: Iterable[State], runs: Mapping[str, Run]) ->
     return {uid: str(row["uid"]) for uid, row in rows.items()}
 
 
-def check_carried(run: Run) -> None:
+def check_imported_run(run: Run) -> None:
     """Raise unless the record of a run could be kept.
 
     :raises InvalidInput: a name or a value cannot be stored; the error names it.

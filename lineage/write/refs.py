@@ -130,7 +130,7 @@ def delete_ref(session: Session, name: str, *, reason: str = "delete") -> Ref:
         raise Conflict(
             f"{found.kind} {name!r} changed while it was deleted: look again, then delete it"
         )
-    segments.leave(session, name)
+    segments.detach(session, name)
     note_event(session, name, found.kind, id_of(session, found.state), None, reason)
     return found
 
@@ -459,8 +459,8 @@ def remove(session: Session, uid: str, *, seen: Note | None = None) -> Note:
     return gone
 
 
-def check(coming: Iterable[Note]) -> None:
-    """Raise unless ``bring`` could add these notes.
+def check_notes(coming: Iterable[Note]) -> None:
+    """Raise unless ``import_notes`` could add these notes.
 
     :raises InvalidInput: a text cannot be stored; the error names its note.
     """
@@ -469,7 +469,7 @@ def check(coming: Iterable[Note]) -> None:
         _author(note.author)
 
 
-def bring(session: Session, coming: Iterable[Note]) -> int:
+def import_notes(session: Session, coming: Iterable[Note]) -> int:
     """Add those notes that are not here yet, on states that came along with them.
 
     Returns how many there were."""

@@ -24,7 +24,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.lineage.lookup import batches, id_of, ids_of, rows_in_batches, state, unknown
-from datastates.lineage.query.retained import elsewhere, leading, led_here
+from datastates.lineage.query.retained import held_by_others, leading, refs_leading_to
 from datastates.lineage.query.walk import nearest_restorable
 from datastates.lineage.schema import PART, REPLICA, STATE
 from datastates.lineage.states import GONE, RefKind, State, Status
@@ -369,7 +369,7 @@ def withdraw_all(
     then on only ``volatile`` tiers hold is ``captured`` again, one that nobody holds ``evicted``.
     """
     take_turns(session)
-    held = leading(session, ids, tier=tier, node=node) | elsewhere(
+    held = leading(session, ids, tier=tier, node=node) | held_by_others(
         session, ids, volatile=volatile, holder=holder
     )
     chosen = sorted(set(ids) - held)
@@ -421,7 +421,7 @@ def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> 
     return found
 
 
-_LED_HERE = led_here(lambda passed: passed.c.status.in_(bindparam("gone", expanding=True)))
+_LED_HERE = refs_leading_to(lambda passed: passed.c.status.in_(bindparam("gone", expanding=True)))
 _THOSE_HELD = (
     select(STATE.c.id, STATE.c.uid)
     .join_from(REPLICA, STATE, STATE.c.id == REPLICA.c.state_id)

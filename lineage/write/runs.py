@@ -390,7 +390,7 @@ def _move_back(session: Session) -> list[Recovered]:
             done = session.execute(_MOVE_BACK, {**seen, "new": new_id})
         if done.rowcount == 1:  # else somebody moved it meanwhile, and knows better
             if new_id is None:
-                segments.leave(session, name)
+                segments.detach(session, name)
             else:
                 segments.move(session, name, head_id, new_id)
             status = states(session, [head_id])[0].status

@@ -48,19 +48,19 @@ def begin(session: Session, name: str, head: int) -> tuple[int | None, int | Non
     Returns the row ids of the segment and of its first state; None where another writer made the
     segment meanwhile.
     """
-    leave(session, name)  # an older branch of that name
+    detach(session, name)  # an older branch of that name
     segment = make(session, name, head, None, branch=name)
     return (None, None) if segment is None else (segment, _inherit(session, segment, head))
 
 
-def leave(session: Session, name: str) -> None:
+def detach(session: Session, name: str) -> None:
     """Detach the segment of a branch that was deleted or goes elsewhere.
 
     Its states stay together, or a branch that was made at one of them takes them.
     """
     segment = session.execute(_LEAVE, {"of": name}).scalar()
     if segment is not None:
-        _pass_on(session, segment)
+        _give_to_fork(session, segment)
 
 
 def rename(session: Session, old: str, new: str) -> None:
@@ -87,21 +87,21 @@ def lock(
 
 def remeasure(session: Session, state: int) -> None:
     """Compute the summaries again, in the segment of a state, by row id, whose metrics changed."""
-    home: Any = session.execute(_HOME, {"state": state}).one()
-    if home.segment_id is not None:
-        place = place_of(home.generation)
-        _summarise(session, home.segment_id, place, place)
+    row: Any = session.execute(_HOME, {"state": state}).one()
+    if row.segment_id is not None:
+        place = place_of(row.generation)
+        _summarise(session, row.segment_id, place, place)
 
 
 def move(session: Session, name: str, old: int, new: int) -> None:
     """Follow a branch that was moved from one state to another, by row ids, other than by a
     capture."""
-    home: Any = session.execute(_HOME, {"state": new}).one()
-    if home.branch != name:
+    row: Any = session.execute(_HOME, {"state": new}).one()
+    if row.branch != name:
         begin(session, name, new)
     elif old != new:
-        _cut(session, home.segment_id, new, home.generation)
-        _summarise(session, home.segment_id, place_of(home.generation + 1))
+        _cut(session, row.segment_id, new, row.generation)
+        _summarise(session, row.segment_id, place_of(row.generation + 1))
 
 
 # What record needs
@@ -145,15 +145,15 @@ def grow(session: Session, tallies: Mapping[tuple[int, str], Tally], ends: Colle
 # The rest
 
 
-def _pass_on(session: Session, segment: int) -> None:
+def _give_to_fork(session: Session, segment: int) -> None:
     """Give the states of a segment without a branch to a branch that was made at one of them and
     has none of its own.
 
     If there are several such branches, the one at the newest state gets them.
     """
-    heir: Any = session.execute(_HEIR, {"segment": segment}).first()
-    if heir is not None:
-        _inherit(session, heir.id, heir.fork_id)
+    fork: Any = session.execute(_HEIR, {"segment": segment}).first()
+    if fork is not None:
+        _inherit(session, fork.id, fork.fork_id)
 
 
 def _inherit(session: Session, segment: int, head: int) -> int | None:
@@ -164,13 +164,13 @@ def _inherit(session: Session, segment: int, head: int) -> int | None:
     at = head
     free, emptied = list[Any](), list[int]()
     while at is not None:
-        home: Any = session.execute(_HOME, {"state": at}).one()
-        if home.branch is not None:
+        row: Any = session.execute(_HOME, {"state": at}).one()
+        if row.branch is not None:
             break
-        if home.segment_id is not None:
-            _cut(session, home.segment_id, at, home.generation)
-            emptied.append(home.segment_id)
-        free = _path(session, at, home.segment_id) + free
+        if row.segment_id is not None:
+            _cut(session, row.segment_id, at, row.generation)
+            emptied.append(row.segment_id)
+        free = _path(session, at, row.segment_id) + free
         at = free[0].parent_id
     if not free:
         return None
@@ -192,7 +192,7 @@ def _cut(session: Session, segment: int, new: int, generation: int) -> None:
         assert rest is not None
         _take(session, rest, [row.id for row in behind])
         _summarise(session, rest)
-        _pass_on(session, rest)
+        _give_to_fork(session, rest)
 
 
 def _path(session: Session, head: int, segment: int | None, low: int = 0) -> list[Any]:

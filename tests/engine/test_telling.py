@@ -19,7 +19,7 @@ from datastates.errors import Conflict, NotFound
 from datastates.lineage import Database, NewState, Status
 from datastates.lineage.schema import EVENT, PART, REPLICA, STATE
 from datastates.lineage.states import Why
-from datastates.lineage.write.parts import Telling
+from datastates.lineage.write.parts import PartReport
 from datastates.lineage.write.replicas import Mark
 from tests.support.lineages import told
 
@@ -81,7 +81,7 @@ def parts(parent: str | None = None, step: int = 1) -> list[NewState]:
 def said_of(news: Sequence[NewState]) -> list[Said]:
     """Each rank tells its part of one state, and asks what became of it."""
     return [
-        Said(parts=(Telling(new, rank),), asked={new.uid: rank}) for rank, new in enumerate(news)
+        Said(parts=(PartReport(new, rank),), asked={new.uid: rank}) for rank, new in enumerate(news)
     ]
 
 
@@ -132,7 +132,7 @@ def test_each_rank_hears_what_the_others_skip_want_and_put_on_their_disks(
         report(
             database,
             Said(
-                parts=(Telling(second[rank], rank),),
+                parts=(PartReport(second[rank], rank),),
                 skips=(Skip(third[rank].facts, rank, Why.SKIPPED, "no room"),) if rank == 1 else (),
                 wishes={first[0].uid: 0} if rank == 0 else {},
                 marks=(Mark(first[0].uid, Status.DURABLE, "local", f"folder-{rank}", rank, 5),),
@@ -180,9 +180,9 @@ def test_of_what_is_refused_nothing_is_told(database: Database) -> None:
     for said in said_of(first):
         report(database, said)
     second, before = parts(first[0].uid, 2), content(database)
-    wrong = Telling(replace(first[0], digest="ab" * 32), 0)
+    wrong = PartReport(replace(first[0], digest="ab" * 32), 0)
     with pytest.raises(Conflict):
-        report(database, Said(parts=(Telling(second[0], 0), wrong)))
+        report(database, Said(parts=(PartReport(second[0], 0), wrong)))
     unknown, known = (
         Mark(uid, Status.DURABLE, "local", "folder", 0, 5) for uid in ("0" * 24, first[0].uid)
     )

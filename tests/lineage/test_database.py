@@ -20,7 +20,7 @@ from datastates.errors import Closed, Conflict, DatastatesError, InvalidInput, N
 from datastates.lineage import Database, NewState, lookup
 from datastates.lineage import database as database_module
 from datastates.lineage import database as deadline
-from datastates.lineage.database import undeterred
+from datastates.lineage.database import retry_conflicts
 from datastates.lineage.migrations import HEAD
 from datastates.lineage.query import walk
 from datastates.lineage.schema import metadata
@@ -312,7 +312,7 @@ def test_a_statement_is_overdue_only_where_a_deadline_was_set(postgresql_url: st
     database = Database(postgresql_url)
     with (
         pytest.raises(InvalidInput, match="takes more than 60 s"),
-        deadline.within(60),
+        deadline.deadline(60),
         database.read() as session,
     ):
         session.execute(fail_with("57014"))
@@ -341,7 +341,7 @@ def test_a_transaction_that_others_were_in_the_way_of_is_done_again_a_few_times(
 ) -> None:
     database, failures = Database(postgresql_url), iter(["40P01", "40001"])
 
-    @undeterred
+    @retry_conflicts
     def transact(codes: Iterator[str]) -> int:
         with database.write() as session:
             if code := next(codes, None):

@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from datastates.errors import InvalidInput, SyntaxProblem
 from datastates.lineage import Database
-from datastates.lineage.database import within
+from datastates.lineage.database import deadline
 from datastates.lineage.query import revision
 from datastates.lineage.query.grammar import parse_query
 from tests.lineage.conftest import Grow
@@ -35,23 +35,23 @@ def ask_for(database: Database, seconds: float) -> None:
 
 def test_statement_that_takes_too_long_is_ended(database: Database) -> None:
     began = time.monotonic()
-    with within(0.3), pytest.raises(InvalidInput, match=r"more than 0\.3 s.*ask for less"):
+    with deadline(0.3), pytest.raises(InvalidInput, match=r"more than 0\.3 s.*ask for less"):
         count_to(database, 10**9)
     assert time.monotonic() - began < 20
     assert count_to(database, 300_000) == 300_000, "the next has no deadline"
-    with within(60):
+    with deadline(60):
         assert count_to(database, 1000) == 1000
 
 
 def test_many_short_statements_take_too_long_together(database: Database) -> None:
     began = time.monotonic()
-    with within(0.3), pytest.raises(InvalidInput, match="ask for less"):
+    with deadline(0.3), pytest.raises(InvalidInput, match="ask for less"):
         ask_for(database, seconds=60)
     assert time.monotonic() - began < 20
 
 
 def test_deadline_within_a_deadline_is_the_first(database: Database) -> None:
-    with within(0.2), within(3600), pytest.raises(InvalidInput, match=r"0\.2 s"):
+    with deadline(0.2), deadline(3600), pytest.raises(InvalidInput, match=r"0\.2 s"):
         count_to(database, 10**9)
 
 

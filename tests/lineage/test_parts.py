@@ -22,7 +22,7 @@ from datastates.lineage.query.names import holder, replicas_of
 from datastates.lineage.states import Why
 from datastates.lineage.views import detail
 from datastates.lineage.write import parts, runs
-from datastates.lineage.write.parts import Telling, form_after, record_parts
+from datastates.lineage.write.parts import PartReport, form_after, record_parts
 from datastates.lineage.write.record import record, reduced
 from datastates.lineage.write.replicas import evict, mark
 from datastates.state.manifest import root_digest
@@ -175,16 +175,16 @@ def test_parts_captured_after_unlike_numbers_of_updates_are_no_state(
 ) -> None:
     first, second = parts_of(new_state(step=1, branch="main"), 2)
     with database.write() as session:
-        record_parts(session, [Telling(first, 0, form=form_after("one", 4))])
+        record_parts(session, [PartReport(first, 0, form=form_after("one", 4))])
     with (
         pytest.raises(Conflict, match=r"rank 1 of state .* after 5 steps .* rank 0 after 4"),
         database.write() as session,
     ):
-        record_parts(session, [Telling(second, 1, form=form_after("one", 5))])
+        record_parts(session, [PartReport(second, 1, form=form_after("one", 5))])
     with pytest.raises(Conflict, match="another tree"), database.write() as session:
-        record_parts(session, [Telling(second, 1, form=form_after("another", 4))])
+        record_parts(session, [PartReport(second, 1, form=form_after("another", 4))])
     with database.write() as session:
-        record_parts(session, [Telling(second, 1, form=form_after("one", 4))])
+        record_parts(session, [PartReport(second, 1, form=form_after("one", 4))])
     assert visible(database, first.uid)
 
 
@@ -198,8 +198,8 @@ def test_parts_that_do_not_fit_each_other_are_no_state(
         changes: dict[str, Any] = {wrong: 3}
         second = replace(second, facts=replace(second.facts, **changes))
     told = [
-        Telling(first, 0, form="one"),
-        Telling(second, 1, form="another" if wrong == "form" else "one"),
+        PartReport(first, 0, form="one"),
+        PartReport(second, 1, form="another" if wrong == "form" else "one"),
     ]
     said = (
         "rank 1 of state .* has another tree than rank 0"

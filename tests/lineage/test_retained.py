@@ -35,11 +35,11 @@ def held(database: Database, state: State, node: str = "here") -> None:
         mark(session, state.uid, Status.DURABLE, tier="local", node=node, bytes=1)
 
 
-def counted_on(database: Database, node: str = "here") -> dict[int, str]:
+def needed_states(database: Database, node: str = "here") -> dict[int, str]:
     held = {
         each.id for page in retained.durable(database, tier="local", node=node) for each in page
     }
-    return retained.counted_on(database, held)
+    return retained.needed_states(database, held)
 
 
 def test_the_oldest_state_that_is_held_is_what_a_name_leads_to(
@@ -54,10 +54,10 @@ def test_the_oldest_state_that_is_held_is_what_a_name_leads_to(
         refs.tag(session, "early", root.uid)
     with database.read() as session:
         oldest_id, head_id = id_of(session, oldest.uid), id_of(session, head.uid)
-    assert counted_on(database) == {oldest_id: "the newest durable state of branch 'main'"}
-    assert counted_on(database, "nowhere") == {}
+    assert needed_states(database) == {oldest_id: "the newest durable state of branch 'main'"}
+    assert needed_states(database, "nowhere") == {}
     held(database, head)
-    assert counted_on(database) == {head_id: "the head of branch 'main'"}
+    assert needed_states(database) == {head_id: "the head of branch 'main'"}
 
 
 def test_states_that_are_held_come_with_the_metrics_that_are_numbers(
@@ -125,7 +125,7 @@ def test_walks_that_meet_find_what_each_alone_would(
     monkeypatch.setattr(retained, "_PAGE", page)
     monkeypatch.setattr(retained, "_PAGES", retained._PAGES.limit(page))
     held = {each.id for some in retained.durable(forest, **HERE) for each in some}
-    counted = retained.counted_on(forest, held)
+    counted = retained.needed_states(forest, held)
     with forest.read() as session:
         walked = by_walking(session, held)
         forks = {fork for _, fork in retained.segments_of(session).values() if fork is not None}
@@ -186,7 +186,7 @@ def test_what_a_state_costs_does_not_depend_on_the_number_of_names_far_above(
         if number % 100:
             continue
         with instructions(database) as count:
-            counted_on(database)
+            needed_states(database)
         costs["survey"].append(count[0])
         with instructions(database) as count, database.read() as session:
             assert retained.leading(session, ids, **HERE) == set(ids)

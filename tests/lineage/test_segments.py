@@ -16,7 +16,7 @@ from sqlalchemy import select
 
 from datastates.errors import Conflict
 from datastates.lineage import Database, Run, Status
-from datastates.lineage.database import undeterred
+from datastates.lineage.database import retry_conflicts
 from datastates.lineage.lookup import id_of
 from datastates.lineage.query import names
 from datastates.lineage.query.curves import curve, outline
@@ -328,7 +328,7 @@ def test_summaries_are_right_while_other_processes_change_branches_and_metrics(
         thread.start()
     try:
         for _ in range(20):
-            undeterred(story.capture)()
+            retry_conflicts(story.capture)()
     finally:
         ended.set()
         for thread in threads:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from datastates.lineage import Database, Edge, EdgeKind, NewState, State
 from datastates.lineage.lookup import ids_of
-from datastates.lineage.query.curves import Curve, Parting, curve, partings
+from datastates.lineage.query.curves import Curve, Fork, curve, forks
 from datastates.lineage.write import record
 from tests.lineage.conftest import Grow
 from tests.support.effort import examples
@@ -85,10 +85,10 @@ def test_paths_part_where_their_children_differ(database: Database, grow: Grow) 
                 strict=True,
             )
         )
-        found = partings(session, list(ids.values()))
-        assert partings(session, [ids[one.uid], ids[one.uid], ids[warm.uid]]) == []
+        found = forks(session, list(ids.values()))
+        assert forks(session, [ids[one.uid], ids[one.uid], ids[warm.uid]]) == []
 
-    assert found == [Parting(ids[warm.uid], (0, 2, 5)), Parting(ids[root.uid], (0, 1, 2, 3, 5))]
+    assert found == [Fork(ids[warm.uid], (0, 2, 5)), Fork(ids[root.uid], (0, 1, 2, 3, 5))]
 
 
 @settings(
@@ -114,7 +114,7 @@ def test_partings_are_those_of_paths(
     heads = data.draw(st.lists(st.sampled_from(uids), min_size=1, max_size=6))
     with database.read() as session:
         ids = dict(zip(uids, ids_of(session, uids), strict=True))
-        found = partings(session, [ids[head] for head in heads])
+        found = forks(session, [ids[head] for head in heads])
 
     expected: dict[int, set[int]] = {}
     for (place, one), (other_place, other) in combinations(enumerate(heads), 2):

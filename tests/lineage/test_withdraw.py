@@ -144,7 +144,7 @@ def test_of_many_at_once_those_go_that_nobody_counts_on(database: Database, grow
         assert forked.status is Status.CAPTURED
     (page,) = retained.durable(database, **own)
     assert [each.uid for each in page] == [uids[1], uids[3], uids[4], uids[7]]
-    counted = retained.counted_on(database, {each.id for each in page})
+    counted = retained.needed_states(database, {each.id for each in page})
     assert {counted[ids[1]], counted[ids[4]], counted[ids[7]]} == {
         "what tag 'warm' names",
         "the newest durable state of branch 'fork'",
@@ -181,4 +181,4 @@ def test_facts_come_in_pages_with_the_metrics_that_are_asked_for(
         assert {each.segment for each in found} == {
             key for key, (branch, _) in retained.segments_of(session).items() if branch == "main"
         }
-        assert retained.told(session, "datastates.retention") == {}
+        assert retained.newest_settings(session, "datastates.retention") == {}

@@ -103,8 +103,8 @@ def test_a_database_that_another_process_may_have_under_another_link_is_locked(
     path.touch()
     os.link(path, tmp_path / "snap.db")
     with (
-        sqlite_files.alone(path) as is_alone,
-        sqlite_files.alone(tmp_path / "snap.db") as is_alone_too,
+        sqlite_files.exclusive(path) as is_alone,
+        sqlite_files.exclusive(tmp_path / "snap.db") as is_alone_too,
     ):
         assert is_alone
         assert not is_alone_too

@@ -148,7 +148,7 @@ with base.read():
 assert not [name for name in open_files if "lineage.db (deleted)" in name], open_files
 base.close()
 """
-    with sqlite_files.alone(database) as is_alone:
+    with sqlite_files.exclusive(database) as is_alone:
         assert is_alone
         child = warm.Popen(
             [sys.executable, "-c", code, f"sqlite:///{database}"], stderr=-1, cwd=ROOT

@@ -104,7 +104,7 @@ def study(repo: Repository) -> None:
     """A study of which one variant was trained, one failed twice, and one is begun later."""
     with repo.core.writing() as session:
         planned = [
-            attachments.Planned(name, parent, 3, {"lr": lr})
+            attachments.PlannedVariant(name, parent, 3, {"lr": lr})
             for name, parent, lr in (("a", None, 0.1), ("b", "a", 0.2), ("c", None, 0.3))
         ]
         attachments.plan(session, "sweep", planned)
@@ -221,8 +221,8 @@ def test_what_came_after_a_rebuilding_is_not_lost_by_the_next_one(folder: Path) 
                 session,
                 "sweep",
                 [
-                    attachments.Planned("a", None, 5, {"lr": 0.1}),
-                    attachments.Planned("d", None, 1, {}),
+                    attachments.PlannedVariant("a", None, 5, {"lr": 0.1}),
+                    attachments.PlannedVariant("d", None, 1, {}),
                 ],
             )
         repo.tag("newer", "late")

@@ -16,7 +16,7 @@ from datastates.lineage.schema import VARIANT
 from datastates.lineage.states import Life
 from datastates.lineage.views.study_trees import Stage, StudyDetail, StudyVariant, studies, study
 from datastates.lineage.write import attachments
-from datastates.lineage.write.attachments import ERROR_CHARACTERS, Planned
+from datastates.lineage.write.attachments import ERROR_CHARACTERS, PlannedVariant
 from datastates.studies import Exploration, Job, Plan, SerialExecutor, Variant, explore
 from tests.studies.studies import FAULTS, faults, prefix, train, tree
 
@@ -250,7 +250,11 @@ def test_plans_that_say_nonsense_end_too(repo: Repository) -> None:
         attachments.plan(
             session,
             "s",
-            [Planned("a", "b", 1, {}), Planned("b", "a", 1, {}), Planned("c", "gone", 1, {})],
+            [
+                PlannedVariant("a", "b", 1, {}),
+                PlannedVariant("b", "a", 1, {}),
+                PlannedVariant("c", "gone", 1, {}),
+            ],
         )
         session.execute(update(VARIANT).where(VARIANT.c.name == "a").values(error="no"))
     _, variants = shown(repo)
@@ -264,7 +268,7 @@ def test_plans_that_say_nonsense_end_too(repo: Repository) -> None:
 def test_a_long_error_keeps_its_first_line_and_its_end_and_no_secret(repo: Repository) -> None:
     with repo.core.writing() as session:
         attachments.plan(
-            session, "s", [Planned("a", None, 1, {"api_key": "sk-very-secret", "lr": 0.1})]
+            session, "s", [PlannedVariant("a", None, 1, {"api_key": "sk-very-secret", "lr": 0.1})]
         )
         error = "OSError: postgresql://me:hunter2@db/x \0\ud800\n\n" + "deep\n" * 10_000 + "the end"
         attachments.fail(session, "s", "a", error)

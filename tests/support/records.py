@@ -11,7 +11,7 @@ from datastates.lineage import NewState, State
 from datastates.lineage.lookup import state
 from datastates.lineage.schema import PART
 from datastates.lineage.write.clones import Clone, listing
-from datastates.lineage.write.parts import Telling, record_parts
+from datastates.lineage.write.parts import PartReport, record_parts
 from datastates.lineage.write.record import FIRST, Reduce
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def record_part(
     session: Session, new: NewState, *, rank: int, reduce: Reduce = FIRST
 ) -> State | None:
     """Record one rank's part; returns the state if it is complete then."""
-    record_parts(session, [Telling(new, rank, reduce)])
+    record_parts(session, [PartReport(new, rank, reduce)])
     try:
         return state(session, new.uid)
     except NotFound:
