@@ -1,5 +1,5 @@
 """The graph of states in SQL. Queries are functions that take a session of a ``Database``; each
-module groups those of one noun.
+module has the queries of one subject.
 
 from datastates.lineage import Database
 from datastates.lineage.write import record, refs

@@ -2,8 +2,8 @@
 context managers.
 
 A read transaction sees one consistent snapshot. A write transaction is ``BEGIN IMMEDIATE`` on
-SQLite, so writers queue instead of failing half-way; on PostgreSQL it is READ COMMITTED, and every
-change of shared rows is a compare-and-swap or takes its row locks in id order.
+SQLite, so writers queue instead of failing half-way. On PostgreSQL it is READ COMMITTED. Every
+change of shared rows is a compare-and-swap there, or takes its row locks in id order.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ _WHOLE = {
 
 Foreign keys are what pg_restore makes last: while some are missing, a restore goes on."""
 _ATTEMPTS = 3
-_BEYOND_LIMITS = "54"  # PostgreSQL's class for what it has no room for at all
+_BEYOND_LIMITS = "54"  # PostgreSQL's class of errors for exceeded limits
 _DISK_FULL = "53100"  # PostgreSQL's code for a full disk
 _UNWRITTEN = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_TRUNCATE),
@@ -181,7 +181,7 @@ class Database:
     A database that is missing, or that was replaced by something else, is unavailable until that
     lineage is back. If a copy of it takes its place, transactions use the copy.
 
-    ``read_only`` says why nothing can be written, or is None when writing is possible.
+    ``read_only`` is the reason why nothing can be written, or None.
 
     :raises NotFound: ``create`` is False and there is no lineage at ``url``.
     :raises InvalidInput: the URL is of another kind, the database holds something else, or its file
@@ -249,8 +249,8 @@ class Database:
 
         With ``durable`` it returns only once the commit survives a power loss. Without it, a crash
         of this process loses nothing; a crash of the machine may lose the last moments, but never
-        leaves the database inconsistent. With ``in_copy``, if the file may not be written, a copy
-        of our own is changed instead, and is read until the file changes.
+        leaves the database inconsistent. With ``in_copy``, if the file may not be written, a
+        private copy is changed instead. The copy is read until the file changes.
 
         :raises Unavailable: another process held the write lock for a minute, the file was replaced
             during the transaction, or nothing may be written here (see ``read_only``).
@@ -287,8 +287,8 @@ class Database:
     def _ended_by(
         self, close: Callable[[Callable[[], None]], None]
     ) -> weakref.finalize[..., Database]:
-        """What closes the connections once: called, or when this object is collected without a
-        close."""
+        """The finalizer that closes the connections: when it is called, or when this object is
+        collected without a close."""
         end = weakref.finalize(
             self, _close_engine, os.getpid(), self._engine, self._read_only_file, close
         )
@@ -406,7 +406,7 @@ class Database:
                     with closing(self._engine.raw_connection()) as raw:
                         rest = raw.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                 if rest[1] != rest[2]:
-                    # somebody may put the earlier file back: it gets everything first
+                    # the earlier file may be put back, so it gets everything first
                     raise Unavailable(
                         f"{self._shown} was replaced, and transactions on the earlier file go on:"
                         " try again"
@@ -451,8 +451,8 @@ class Database:
 
 def translate(error: Exception, where: str, *, was_there: bool = False) -> DatastatesError:
     """Our error for a driver's error. All of them are mapped here. ``where`` is shown in the
-    message. With ``was_there``, a database that is missing was open before: somebody restores
-    it."""
+    message. With ``was_there``, a database that is missing was open before, so it may be restored
+    soon."""
     if not isinstance(error, exc.SQLAlchemyError):  # it was raised by the driver itself
         error = exc.DBAPIError.instance(None, None, error, Exception)
     origin = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
@@ -583,8 +583,8 @@ def _parse(url: str) -> URL:
 
 
 def _prepare_file(path: Path, *, create: bool) -> None:
-    """Create an empty file if there is none, so that the files that SQLite later creates beside
-    it have the same owner and mode."""
+    """Create an empty file if there is none. The files that SQLite later creates next to it get the
+    same owner and mode."""
     if path.is_dir():
         raise InvalidInput(f"{path} is a folder: name the file of the database")
     if path.exists():

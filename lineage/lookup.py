@@ -105,8 +105,7 @@ def segment_path(name: str) -> CTE:
     return walk.union_all(step.where(walk.c.generation > low, walk.c.segment == segment))
 
 
-# The settings of runs: the part of their configuration that somebody chose, one row for each
-# value.
+# The settings of runs: the part of their configuration that a user chose, one row for each value.
 
 
 def keep(
@@ -124,7 +123,8 @@ def keep(
 
 
 def shown(config: Mapping[str, Value]) -> dict[str, Value]:
-    """The part of a configuration that is kept: what somebody chose, with secrets masked."""
+    """The part of a configuration that is stored: the settings that a user chose, with secrets
+    masked."""
     return logs.named({key: value for key, value in config.items() if not key.startswith(OURS)})
 
 

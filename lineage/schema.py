@@ -52,8 +52,7 @@ def beginning(text: ColumnElement[str]) -> ColumnElement[str]:
 
 
 def _of_texts(table: str, owner: str) -> tuple[Index, Index]:
-    """The index of texts by key, whose ``info`` says the database that it is for: SQLite indexes
-    whole texts."""
+    """The indexes of texts by key, one for each database (``info``). SQLite indexes whole texts."""
     return (
         Index(None, "key", "text", owner, info={"dialect": "sqlite"}),
         Index(

@@ -1,16 +1,16 @@
-"""Locks that tell other processes that a SQLite file is in use, and that this process cannot lose
+"""Locks that show other processes that a SQLite file is in use, and that this process cannot lose
 by accident.
 
-SQLite's own locks belong to the process and the file: all of them vanish as soon as the process
-closes any descriptor of the file, which happens when it copies or uploads the folder. Another
-process that opens the lineage then believes that it is alone. It empties the index of the log, and
-the next read of that index kills this process by SIGBUS; or it removes the log, and what this
-process commits is lost.
+SQLite's own locks belong to the process and the file. All of them vanish as soon as the process
+closes any descriptor of the file, for example when it copies or uploads the folder. Another process
+that opens the lineage then believes that it is alone. It empties the index of the log, and the next
+read of that index kills this process by SIGBUS; or it removes the log, and what this process
+commits is lost.
 
-An anchor holds shared locks of its own on two bytes that SQLite locks before it does either ("How
-To Corrupt An SQLite Database File", and the layout of locks in SQLite's ``os_unix.c``). They belong
-to an open file description (``F_OFD_SETLK``), which nobody else closes. They do not replace the
-locks of a transaction that is under way while the copy is made.
+The locks here are shared locks on two bytes that SQLite locks before it does either ("How To
+Corrupt An SQLite Database File", and the layout of locks in SQLite's ``os_unix.c``). They belong to
+an open file description (``F_OFD_SETLK``) that no other code closes. They do not replace the locks
+of a transaction that is under way while the copy is made.
 """
 
 from __future__ import annotations
@@ -59,19 +59,18 @@ class _FileLocks:
                 _lock(fd, 0, fcntl.F_UNLCK, length=0)
 
     def close(self) -> None:
-        """Close the descriptors, which also drops this process's SQLite locks, so nobody may
-        need those any more."""
+        """Close the descriptors. This also drops SQLite's locks of this process, so no connection
+        may need them any more."""
         for fd in self.descriptors:
             os.close(fd)
         self.descriptors = []
 
 
 def hold(path: Path) -> Callable[[Callable[[], None]], None]:
-    """Hold the anchor of a file that a connection of this process has open.
+    """Hold the locks of a file that a connection of this process has open.
 
     The returned function closes that connection by calling its argument, and then releases the
-    anchor. It is called once, on any thread. Where the kernel lacks such locks it does only the
-    closing.
+    locks. It is called once, on any thread. If the kernel lacks such locks, it only closes.
     """
     key = _anchored(path)
 
@@ -181,8 +180,8 @@ def _lock(fd: int, start: int, kind: int, *, length: int = 1) -> None:
 
 
 def _forget() -> None:
-    """Forget all anchors in a forked child: it uses no connection of its parent's, and the locks
-    are the parent's alone."""
+    """Forget all locks in a forked child: they belong to the parent, and the child uses none of its
+    connections."""
     for anchor in _anchors.values():
         anchor.close()
     _anchors.clear()
@@ -236,8 +235,8 @@ class ReadOnlyFile:
         return is_changed
 
     def take_copy(self, *, follows: bool = False) -> None:
-        """From here on read, and migrate or change, a copy of our own; with ``follows`` only until
-        the file changes.
+        """From now on use a private copy, also for migrations and changes; with ``follows`` only
+        until the file changes.
 
         :raises Unavailable: there is no room for it.
         """
@@ -247,7 +246,7 @@ class ReadOnlyFile:
         try:
             log = Path(f"{self._path}-wal")
             if _size(log) and Path(f"{self._path}-shm").exists():
-                # somebody may write it now: SQLite copies one snapshot
+                # another process may write it now; SQLite copies one snapshot
                 with (
                     closing(self.connect(60.0)) as source,
                     closing(sqlite3.connect(Path(copy.name, self._path.name))) as target,
@@ -272,8 +271,8 @@ class ReadOnlyFile:
             copy.cleanup()
 
     def _now(self) -> object:
-        """What identifies the file's present content; constant for a file that is read with its
-        log: SQLite follows it by itself."""
+        """A stamp of the file's present content. It is constant for a file that is read with its
+        log, since SQLite follows the log itself."""
         log = Path(f"{self._path}-wal")
         if _size(log) and self._copy is None:
             return "logged"

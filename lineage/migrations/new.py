@@ -21,7 +21,7 @@ FILE = Path(__file__).with_name("new.sql")
 
 def write(connection: Connection) -> None:
     """Create the tables in the transaction of ``connection``, on an empty SQLite database, and
-    give the lineage a uid of its own."""
+    give the lineage a new uid."""
     cursor = connection.connection.cursor()
     for statement in FILE.read_text(encoding="utf-8").removesuffix(";\n").split(";\n"):
         cursor.execute(statement)

@@ -1,4 +1,5 @@
-"""Runs Alembic from the program: without alembic.ini, so that it works from an installed wheel."""
+"""Runs Alembic from the program, without alembic.ini, so that it works from an installed
+package."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The conditions of a query as SQL over ``state``, with every value bound.
 
-Logic is two-valued: each condition is true or false and never NULL. So a comparison with a field
-that a state lacks is false, and ``not`` of it is true. Texts compare by code point on both
-databases.
+Logic is two-valued: each condition is true or false and never NULL. A comparison with a field that
+a state lacks is false, and ``not`` of it is true. Texts compare by code point on both databases.
 """
 
 from __future__ import annotations
@@ -168,9 +167,9 @@ def ids(node: Node, dialect: str) -> Select[Any] | None:
 
 
 def _along(found: Select[Any], column: ColumnElement[Any], dialect: str) -> Select[Any]:
-    """The query in the order of the index that it reads. PostgreSQL knows how all values are
-    distributed, but not those of one key. Where it expects many matches it reads the whole table;
-    the order keeps it from doing so.
+    """The query in the order of the index that it reads. PostgreSQL has statistics of all values,
+    but not of the values of one key. If it expects many matches, it reads the whole table. The
+    order prevents that.
     """
     return found.order_by(column) if dialect == "postgresql" else found
 
@@ -377,8 +376,8 @@ def _text_is(
 def _beginnings_are(
     column: ColumnElement[Any], operator: str, value: Value, dialect: str
 ) -> list[ColumnElement[bool]]:
-    """What a comparison implies of the beginnings of both texts, which are all that an index of
-    PostgreSQL holds of a text."""
+    """The comparison of the beginnings of both texts that follows from a comparison. An index of
+    PostgreSQL holds only the beginning of a text."""
     if dialect != "postgresql" or operator in ("~", "!="):
         return []
     implied = operator if operator == "=" else f"{operator[0]}="

@@ -129,8 +129,7 @@ def forks(session: Session, heads: Sequence[int]) -> list[Fork]:
     """The places where the paths of first parents of ``heads``, which are row ids, fork; the newest
     first.
 
-    A head that lies on another head's path causes no fork. Usually costs a few times O(log n) for
-    each head.
+    A head on another head's path causes no fork. Usually costs a few times O(log n) for each head.
     """
     found: dict[int, set[int]] = {}
     _part(session, sorted(set(heads)), found)
@@ -221,7 +220,7 @@ class Means:
     """Sums of one metric along a path, by rising row id: one for each complete stretch, at its last
     state, and one for each other state.
 
-    ``counts`` says how many values are in each sum; gaps are in none.
+    ``counts`` has the number of values in each sum. Gaps are in no sum.
     """
 
     ids: array[int]
@@ -263,8 +262,8 @@ def means(session: Session, head: int, key: str) -> Means:
 def own_points(
     session: Session, head: int, generation: int, segment: int, key: str, states: int
 ) -> list[Row]:
-    """Points of the part of a path that lies in the segment of its head, which has ``states``
-    states; ``generation`` is the head's.
+    """Points of the part of a path in the segment of its head, which has ``states`` states.
+    ``generation`` is the head's.
 
     If there are many states, all those outside complete stretches count as one more stretch, so
     that the points are spread evenly.
@@ -288,7 +287,7 @@ def names_of(session: Session, ids: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def _spans_of(session: Session, head: int, key: str) -> Iterator[tuple[Sequence[Any], list[Row]]]:
-    """What a path has in each segment: complete stretches, and the values beside them.
+    """The complete stretches of a path in each segment, and the values outside them.
 
     Outside all segments there are no summaries."""
     at: int | None = head
@@ -382,7 +381,7 @@ _STRETCHES = (
 )
 
 
-# What curves are drawn over: steps, the time at which states were captured, or the epoch that a
+# The horizontal axes of curves: steps, the time at which states were captured, or the epoch that a
 # training recorded.
 
 

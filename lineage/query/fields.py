@@ -1,5 +1,5 @@
-"""The names that a lineage knows: its metrics, its attributes, the settings of its runs; and the
-error for a name that it does not know.
+"""The names in a lineage: its metrics, its attributes, the settings of its runs; and the error for
+an unknown name.
 
 A kind of names is called as in a query: ``metrics``, ``attr``, ``config``. To add a kind, add a
 line to ``_KINDS``.
@@ -44,11 +44,11 @@ class _Names:
 
 
 def check_names(session: Session, query: Query | str, text: str | None = None) -> None:
-    """Check that the lineage knows what a query compares and orders by; a lineage without states
-    accepts every query.
+    """Check that the lineage has the names that a query compares and orders by. A lineage without
+    states accepts every query.
 
-    ``text`` is what messages point into: the query's text, unless another is given. Names that
-    ``exists`` asks for may be missing.
+    ``text`` is what messages point into: the query's text, unless another is given. The names in
+    ``exists`` may be missing.
 
     :raises SyntaxProblem: no state has such a metric or attribute, or no run such a setting: names
         close ones, and points at the column.
@@ -121,7 +121,7 @@ def _quoted(key: str) -> str:
 
 
 def _close(field: Field, known: dict[str, str]) -> list[str]:
-    """The same name in any kind, else the most similar ones, of its own kind if there are any."""
+    """The same name in any kind; else the most similar names, of its own kind if it has some."""
     same = [name for name, key in known.items() if key.casefold() == field.key.casefold()]
     own = [name for name in known if name.startswith(f"{field.name}.")]
     for names_ in () if same else (own, list(known)):
@@ -135,7 +135,7 @@ def _has_states(session: Session) -> bool:
 
 
 def _every_key(session: Session, names: _Names) -> list[str]:
-    """All keys of a kind but those of secrets; the cost depends on the number of keys, not of
+    """All keys of a kind, without secrets. The cost depends on the number of keys, not of
     states."""
     keys = session.execute(select(keys_of(names.table).c.key)).scalars()
     hides = names.table is SETTING

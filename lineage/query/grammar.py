@@ -51,7 +51,7 @@ class Problem(Exception):
 
 
 def load(name: str, transformer: Transformer[Token, Any]) -> Lark:
-    """The parser of a grammar beside this file.
+    """The parser of a grammar file in this folder.
 
     ``transformer`` works while it parses, so nesting costs no recursion."""
     grammar = Path(__file__).with_name(f"{name}.lark").read_text(encoding="utf-8")
@@ -61,8 +61,7 @@ def load(name: str, transformer: Transformer[Token, Any]) -> Lark:
 
 
 def parse(parser: Lark, text: str, names: dict[str, str]) -> Any:
-    """What the transformer makes of the text. ``names`` says what its terminals are called for a
-    reader.
+    """What the transformer makes of the text. ``names`` has the names of its terminals in messages.
 
     :raises SyntaxProblem: it does not parse.
     """
@@ -206,8 +205,8 @@ _OPERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``name`` is one of the known ones; ``key`` is the rest of ``metrics.…``, ``attr.…`` and
-    ``config.…``.
+    """``name`` is one of the known ones; ``key`` is the name after ``metrics.``, ``attr.`` or
+    ``config.``.
 
     ``column`` is the field's position in the text, from 1.
     """
@@ -311,8 +310,7 @@ class Query:
 
     @property
     def presumed(self) -> tuple[Field, ...]:
-        """The fields that it compares or orders by, and so expects to exist; ``exists`` asks
-        whether they do."""
+        """The fields that it compares or orders by, and so expects to exist."""
         leaves = () if self.condition is None else _leaves(self.condition)
         compared = (one.field for one in leaves if isinstance(one, Compare | Among))
         return (*compared, *(one.field for one in self.order))

@@ -1,5 +1,5 @@
-"""States of several ranks that are not complete: those that wait for parts and those that were
-given up; and the part of each rank."""
+"""States of several ranks that are not complete: they wait for parts, or were given up. Also the
+part of each rank."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Part:
     """What one rank captured of a state: its digest, its bytes, where the rank reported them to be,
     and the run that reported it.
 
-    ``node`` is the host at that time; the replicas say where the part is now.
+    ``node`` is the host at that time. The replicas have the present place of the part.
     """
 
     rank: int
@@ -127,7 +127,7 @@ class GivenUpState(GivenUp):
     given_up_at: datetime
 
     def __str__(self) -> str:
-        # super() without arguments knows no class that slots=True has created anew
+        # super() without arguments does not work in a class that slots=True creates again
         return (
             f"state {self.uid} (branch {self.branch}, step {self.step}) was given up because of"
             f" {GivenUp.__str__(self)}"
@@ -236,7 +236,7 @@ _PARTS = (
 )
 
 
-# What became of states of several parts: complete, given up, or neither yet.
+# The outcome of states of several parts: complete, given up, or neither yet.
 
 
 _BATCH = 500  # uids in one IN list
@@ -254,7 +254,7 @@ class Outcome:
 
 
 def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outcome], list[str]]:
-    """What became of these states, by uid in the order of ``asked``; and those for which the
+    """The outcomes of these states, by uid in the order of ``asked``; and the uids for which the
     lineage does not even have this rank's part.
 
     States that wait are in neither.

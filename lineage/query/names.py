@@ -58,7 +58,7 @@ def find(session: Session, name: str) -> Ref | None:
 
 
 def refs(session: Session, kind: RefKind | None = None) -> list[Ref]:
-    """All refs, or those of one kind, by name."""
+    """All refs, or the refs of one kind, by name."""
     query = REFS if kind is None else REFS.where(REF.c.kind == kind.value)
     return sorted((to_ref(row) for row in session.execute(query)), key=lambda ref: ref.name)
 
@@ -246,8 +246,8 @@ _REPLICAS = (
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One rank's shard is complete on a tier of a node; ``status`` is ``ok`` or ``gone``. In
-    memory: in that of the process of ``run``.
+    """One rank's shard is complete on a tier of a node; ``status`` is ``ok`` or ``gone``. ``run``
+    is the process whose memory has it, if it is in memory.
 
     ``bytes`` are those that it added there: bytes that other states held already came without a
     copy.

@@ -1,11 +1,11 @@
 """Search: the states that a query finds, a page at a time.
 
 Pages follow each other by keyset: a cursor holds the sort keys of the last state, never an offset.
-So the thousandth page costs as much as the first, and states recorded meanwhile shift nothing. Of
-equal states the newest comes last when the last key rises, and first when it falls; without an
-order the newest come first. States that lack a sort key come last in either direction.
+The thousandth page costs as much as the first, and states recorded meanwhile shift nothing. Equal
+states come oldest first when the last key rises, and newest first when it falls. Without an order
+the newest come first. States that lack a sort key come last in either direction.
 
-This module decides how a page is read, since SQLite knows nothing of how values are distributed. It
+This module decides how a page is read, since SQLite has no statistics of the values of one key. It
 counts the matches of conditions that an index serves, up to ``SELECTIVE``. If one of them matches
 few states, those are read and sorted. Otherwise the index of the first key is read in order, and
 each state is checked, until the page is full.
@@ -168,9 +168,9 @@ def _seal(place: _Place, text: str) -> str:
 
 
 def _unseal(token: str, text: str, query: Query) -> _Place:
-    """The place in a cursor. Its digest is no secret: it only tells a damaged cursor, or one of
-    another query, from a good one. A client that forges a cursor gets a place that the query
-    could have led to (``_check_last`` checks the keys), and so no more than the query finds."""
+    """The place in a cursor. Its digest is no secret: it only detects a damaged cursor, or a cursor
+    of another query. A client that forges a cursor gets a place that the query could have led to
+    (``_check_last`` checks the keys), and so no more than the query finds."""
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         place = msgspec.msgpack.decode(raw[_SEAL_BYTES:], type=_Place)

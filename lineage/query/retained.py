@@ -1,9 +1,9 @@
-"""What retention needs to know of durable states: pages of those in a folder of packs, and which of
-them something counts on.
+"""The durable states that retention looks at: pages of the states in a folder of packs, and the
+states that must stay.
 
-What looks at a whole lineage visits each state at most once, however many names lead there. It
-reads a page in one transaction, so that no transaction is long. States and parents never change, so
-the pages fit together.
+A function that looks at a whole lineage visits each state at most once, however many names lead
+there. It reads each page in its own transaction, so that no transaction is long. States and parents
+never change, so the pages fit together.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def durable(
 
 
 def needed_states(database: Database, held: Set[int]) -> dict[int, str]:
-    """The states on which something counts, by row id, with the reason, given those that a folder
-    holds.
+    """The states of a folder that must stay, by row id, with the reason. The folder holds ``held``.
 
     These are the states that names lead to, or their nearest first parent that is held; and the
     states where branches forked.
@@ -118,8 +117,8 @@ def needed_states(database: Database, held: Set[int]) -> dict[int, str]:
 
 
 def leading(session: Session, ids: Collection[int], *, tier: str, node: str) -> set[int]:
-    """The states among ``ids`` on which something counts (see ``needed_states``); a tier of a node
-    holds all of ``ids``.
+    """The states among ``ids`` that must stay (see ``needed_states``). A tier of a node holds all
+    of ``ids``.
 
     The cost grows with the number of states below them that are not held. It does not depend on the
     number of names.
@@ -149,7 +148,7 @@ def best_on_the_way(
 def held_by_others(
     session: Session, ids: Collection[int], *, volatile: Collection[str], holder: str
 ) -> set[int]:
-    """Those of these row ids whose states other processes than ``holder`` have in their
+    """The row ids, among ``ids``, of states that other processes than ``holder`` have in their
     ``volatile`` tiers."""
     rows = rows_in_batches(session, _ELSEWHERE, sorted(ids), volatile=list(volatile), own=holder)
     return {row.state_id for row in rows}
@@ -195,8 +194,8 @@ def extremes(
 
 
 def newest_settings(session: Session, key: str) -> dict[str, str]:
-    """What the newest training of each branch noted under a key of ours, by branch; branches
-    whose training noted nothing are left out."""
+    """The value of a setting of ours in the newest training of each branch, by branch. Branches
+    without a value are left out."""
     found = ((branch, config.get(key)) for branch, config in session.execute(_NEWEST_RUNS))
     return {branch: str(value) for branch, value in found if value is not None}
 
@@ -351,13 +350,12 @@ _LEADING = refs_leading_to(
 )
 
 
-# What the lineage knows of states whose files are in a folder: that they may be deleted, or
-# nothing at all.
+# States whose files are in a folder: the lineage has given them up, or does not have them.
 
 
 def given_up(session: Session, uids: Sequence[str], *, tier: str, node: str) -> list[str]:
-    """Those of these states that were evicted or lost, and have no recorded replica on a tier of a
-    node; and those of several parts that never became complete.
+    """The states that were evicted or lost and have no recorded replica on a tier of a node; and
+    the states of several parts that never became complete.
     """
     gone = rows_in_batches(session, _GIVEN_UP, uids, "uids", on_tier=tier, on_node=node)
     never_complete = rows_in_batches(session, _NEVER_WHOLE, uids, "uids")

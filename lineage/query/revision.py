@@ -61,7 +61,7 @@ def difference(session: Session, left: int, right: int) -> tuple[list[int], list
     every parent.
 
     This works as git paints its commits: ids fall along every path, so once both reach all that is
-    still to be visited, they reach everything above it too. The cost is that of the answer.
+    still to be visited, they reach everything above it too. The cost is proportional to the result.
     """
     only: dict[int, list[int]] = {_LEFT: [], _RIGHT: []}
     heap: list[tuple[int, int, int, list[int], Iterator[tuple[int, list[int]]]]] = []
@@ -102,7 +102,7 @@ _WALKS = 4
 class Range:
     """The states between two revisions, newest first.
 
-    ``is_symmetric``: those of both sides (``a...b``)."""
+    ``is_symmetric``: the states of both sides (``a...b``)."""
 
     left: State
     right: State
@@ -136,7 +136,7 @@ def resolve_id(session: Session, text: str, *, now: datetime | None = None) -> i
 
 
 def resolve_range(session: Session, text: str, *, now: datetime | None = None) -> Range:
-    """The states of ``a..b`` or ``a...b``; the cost is that of the answer.
+    """The states of ``a..b`` or ``a...b``. The cost is proportional to the result.
 
     :raises SyntaxProblem: it does not parse, or is no range.
     :raises NotFound: as ``resolve``.
@@ -180,7 +180,7 @@ class _Best:
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """Where the ref stood a number of moves ago."""
+    """The ref as it was a number of moves ago."""
 
     count: int
     column: int
@@ -188,7 +188,7 @@ class _Moves:
 
 @dataclass(frozen=True, slots=True)
 class _When:
-    """Where the ref stood at a moment, or so many seconds ago."""
+    """The ref as it was at a moment, or so many seconds ago."""
 
     moment: datetime | None
     age_s: int
@@ -472,7 +472,7 @@ def _nan_query(dialect: str) -> Select[Any]:
 
 
 def _measured(dialect: str) -> Select[Any]:
-    """Those of ``start`` and all its ancestors that have a ``metric``."""
+    """The states among ``start`` and all its ancestors that have a ``metric``."""
     start = select(STATE.c.id).where(STATE.c.id == bindparam("start"))
     reached = above(start, "reached", dialect)
     query = select(METRIC.c.state_id).join_from(reached, METRIC, METRIC.c.state_id == reached.c.id)

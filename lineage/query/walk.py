@@ -2,9 +2,9 @@
 
 Every walk relies on two facts that ``record`` maintains. A parent is recorded before its child, so
 ids fall along every path: newest first is simply falling id, and a walk can stop below the id that
-it looks for. And each state has a jump pointer along first parents by the skew-binary rule (Myers,
-"An applicative random-access stack", 1983), so that any first-parent ancestor is O(log n) look-ups
-away, all inside one SQL statement.
+it looks for. Each state also has a jump pointer along first parents by the skew-binary rule (Myers,
+"An applicative random-access stack", 1983). Any first-parent ancestor is O(log n) look-ups away,
+all inside one SQL statement.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ def _reach(
 def log(
     session: Session, uid: str, *, limit: int | None = None, after: str | None = None
 ) -> list[State]:
-    """The state and all its ancestors through every parent, newest first; the cost is that of what
-    is returned.
+    """The state and all its ancestors through every parent, newest first. The cost is proportional
+    to the result.
 
     ``after`` continues after a state that an earlier call returned.
     """
@@ -290,8 +290,8 @@ def first_meeting(session: Session, one: int, other: int) -> int | None:
 def is_ancestor(session: Session, a: str, b: str) -> bool:
     """Whether ``a`` is ``b`` or one of its ancestors through any parent.
 
-    O(log n) along first parents. Where further parents exist and the answer is no, the states
-    between the two are read.
+    O(log n) along first parents. If further parents exist and the answer is no, the states between
+    the two are read.
     """
     old, new = _place(session, a), _place(session, b)
     if old.id >= new.id:
@@ -368,8 +368,8 @@ def descendant_ids(session: Session, uid: str, *, limit: int | None = None) -> l
 def _walk(session: Session, start: int, *, bottom: int = 0) -> Iterator[int]:
     """The ids of a state and its ancestors, falling, read a page at a time; none below ``bottom``.
 
-    It keeps a heap of chains of first parents. The highest id comes next; a further parent opens a
-    chain of its own; a chain that reaches an id already seen ends there.
+    It keeps a heap of chains of first parents. The highest id comes next. A further parent opens a
+    new chain. A chain ends at an id that was seen before.
     """
     if not _has_edges(session):
         for ids, _ in _pages(session, start, bottom):
@@ -470,7 +470,7 @@ _VALUES = select(METRIC.c.state_id, METRIC.c.value).where(
 
 def path_ids(session: Session, old: int, new: int) -> list[int]:
     """The row ids from ``old`` to ``new``, both included, oldest first: by first parents, and by a
-    further one only where nothing else leads there.
+    further parent only where first parents do not lead there.
 
     Empty where ``new`` does not descend from ``old``.
     """
@@ -555,7 +555,7 @@ class Firsts(Protocol):
 
 class Topology:
     """The parents of every state by row id, 8 bytes a state. ``refresh`` is safe from any thread,
-    and beside readers.
+    also while others read.
 
     ``first`` has the first parent of each id, 0 for a root; ``further`` has the other parents of
     the states that have some. If a state was read, all its parents were read too.
