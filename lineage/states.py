@@ -43,7 +43,7 @@ GONE = [status.value for status in Status if not status.is_restorable]
 class Why(StrEnum):
     """Why a state of several ranks was given up: what became of the part of one rank.
 
-    The rank had no room for its part (``skipped``); the sources changed while they were copied
+    The rank had no memory for its part (``skipped``); the sources changed while they were copied
     (``torn``); another error occurred (``failed``); the rank reported nothing for too long
     (``late``); the part went with its process (``gone``). Or all parts were there, and the lineage
     refused the state (``refused``).
@@ -78,7 +78,7 @@ class RefKind(StrEnum):
 
 
 class EdgeKind(StrEnum):
-    """Why a state has a further parent beside the first one."""
+    """Why a state has a further parent after the first one."""
 
     MERGE = "merge"
     SOUP = "soup"
@@ -124,9 +124,9 @@ people read it."""
 class Run:
     """One training of a process: its branch, its user and host, its code and configuration.
 
-    ``process`` is the uid of the run that stands for the whole process. That run has no ``process``
-    itself; it made the states that no training captured, such as merges. ``is_imported``: its
-    record came with states of another lineage; ``branch`` is the name there.
+    ``process`` is the uid of the run of the whole process. That run has no ``process`` itself; it
+    made the states that no training captured, such as merges. ``is_imported``: its record came with
+    states of another lineage. Then ``branch`` is the name there.
     """
 
     uid: str
@@ -146,18 +146,18 @@ class Run:
 
     @property
     def chosen(self) -> dict[str, Value]:
-        """The part of its configuration that somebody chose."""
+        """The part of its configuration that a user chose."""
         return {key: value for key, value in self.config.items() if not key.startswith(OURS)}
 
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What is known of a state before its bytes are there: its identity, its place in the graph,
-    and the facts that were given with it.
+    """The facts about a state before its bytes are there: its identity, its place in the graph, and
+    what the user gave with it.
 
     ``parent`` is the uid of the first parent; ``edges`` are the further ones. ``branch`` is the
-    branch that moves to the state, if any. ``created_at`` may be left out: the moment of recording
-    then stands for it. ``config`` is what the run's record says.
+    branch that moves to the state, if any. ``created_at`` is None for the moment of recording.
+    ``config`` is the configuration of the run.
     """
 
     uid: str
@@ -242,7 +242,7 @@ class NewState:
     """A state for ``record``: its facts, and what has become of its bytes. The branch moves from
     the first parent to it.
 
-    ``tier`` and ``node`` say where its bytes are, if they are anywhere.
+    ``tier`` and ``node`` are the place of its bytes, if they are anywhere.
     """
 
     facts: StateFacts
@@ -290,8 +290,8 @@ class RefEvent:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What somebody wrote about a state or a branch, in Markdown. One of ``state`` (a uid) and
-    ``branch`` is given.
+    """A text about a state or a branch, in Markdown. One of ``state`` (a uid) and ``branch`` is
+    given.
 
     ``author`` is the name that the writer gave; it is not verified. ``edited_at`` is None if the
     note was never changed.
@@ -347,7 +347,7 @@ def facts_of(error: BaseException | None, step: int) -> dict[str, Value]:
 
 
 def ending_of(run: Run, died: Mapping[str, datetime], *, is_over: bool) -> Ending | None:
-    """How a run ended; None while it goes on, or may. ``is_over``: its process is known to have
+    """How a run ended; None if it is running, or may be. ``is_over``: its process is known to have
     ended.
 
     :param died: when processes were found dead, by uid: their trainings that were not over by then
@@ -417,8 +417,8 @@ def place_of(generation: int) -> int:
 
 @dataclass(slots=True)
 class Tally:
-    """``count`` values, of which ``gaps`` are not finite; of the others the sum and the extremes,
-    the earliest of equal ones.
+    """``count`` values, of which ``gaps`` are not finite; the sum and the extremes leave those out.
+    Of equal extremes the earliest counts.
 
     States are row ids. ``first`` and ``last`` are None where they are NaN; ``gap_id`` is the first
     state whose value is a gap.
@@ -484,7 +484,7 @@ PLACES = tuple(field.name for field in fields(Tally))
 
 
 def columns_of(key: str, value: Value, what: str) -> dict[str, object]:
-    """The columns for a value, by its name; ``what`` says in the message what it is.
+    """The columns for a value, by its name; ``what`` is the noun for it in messages.
 
     :raises InvalidInput: it cannot be stored.
     """
@@ -527,7 +527,7 @@ def value_of(type_: str, number: float | None, text: str | None) -> Value:
 
 
 class Life(StrEnum):
-    """What is known of a branch's training: its process runs, or has ended; or it cannot be told
+    """Whether the process of a branch's training runs or has ended, or whether that is unknown
     here."""
 
     RUNNING = "running"

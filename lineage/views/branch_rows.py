@@ -1,9 +1,9 @@
 """A summary of each branch: where it forked, how its metric went, what can be restored, what was
 changed for it.
 
-What is the same for all of them costs a few queries, whatever is asked; the rest is read for the
-branches of one page. The summaries that ``record`` keeps (``change/segments``) stand for the
-states, so that none of this depends on how many there are.
+A few queries read what is common to all branches. Everything else is read for the branches of one
+page. Summaries of metrics (``lineage/write/segments``) are read instead of states, so the cost does
+not depend on the number of states.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A small curve: some points of the branch's own part, the extremes among them; None is NaN."""
+    """A small curve: some points of the branch's own part, with its extremes. None is NaN."""
 
     steps: tuple[int, ...] = ()
     values: tuple[float | None, ...] = ()
@@ -115,7 +115,7 @@ class Branch:
     configuration of its newest run and that of the run that captured its fork; for a root it is all
     of the configuration. ``began_at`` is when its first own state was captured, ``changed_at`` when
     its newest one was; ``steps_per_s`` is measured over the latest captures of its newest run.
-    ``ending`` says how that run ended; None while it goes on, as far as is known. ``lost_step`` is
+    ``ending`` is how that run ended; None if it is running, as far as is known. ``lost_step`` is
     the newest step that was lost with a process that died: the branch went back from there.
     """
 
@@ -198,8 +198,8 @@ class Branches:
         return min(have, key=itemgetter(0), default=(0.0, None))[1]
 
 
-# Every branch of a lineage, with what a few queries say of it; they cost as much as there are
-# branches.
+# Every branch of a lineage, with the facts that a few queries read for all branches. Their cost
+# grows with the number of branches.
 
 
 _SAFE = [Status.DURABLE.value, Status.REPLICATED.value, Status.EXTERNAL.value]
@@ -268,8 +268,8 @@ def metrics_of(session: Session) -> list[str]:
 
 
 def rows_of(session: Session, metric: str | None, direction: Direction) -> list[Row]:
-    """Every branch, with the summary of a metric: that of its own states, or of its path of
-    first parents if it has none of its own."""
+    """Every branch, with the summary of a metric over its own states, or over its path of first
+    parents if it has no own states."""
     rows = [Row(*row) for row in session.execute(_ALL)]
     if metric is None:
         return rows
@@ -293,8 +293,8 @@ def rows_of(session: Session, metric: str | None, direction: Direction) -> list[
 
 
 def count_states(session: Session, rows: Sequence[Row], known: Counts | None = None) -> None:
-    """Count the states that these branches have to themselves, and their bytes; those of which
-    the counts are ``known`` are not counted."""
+    """Count the own states of these branches, and their bytes. Branches with ``known`` counts are
+    not counted."""
     known = known or {}
     ids = [
         row.segment_id for row in rows if row.segment_id is not None and row.segment_id not in known
@@ -411,7 +411,7 @@ _DIGEST_BYTES = 8
 
 
 class Sort(StrEnum):
-    """What branches are sorted by."""
+    """The value by which branches are sorted."""
 
     CHANGED = "changed"
     NAME = "name"
@@ -459,7 +459,7 @@ def place_of(row: Row, sort: Sort, direction: Direction, *, is_reversed: bool) -
     """The place of a branch: by group, then whether it has the value at all, then by value, then
     by name. The best, newest or longest comes first, unless ``is_reversed``.
 
-    ``direction`` says which values of the metric are better.
+    ``direction`` is the direction in which the metric gets better.
     """
     is_falling = sort in _FALLING or (sort in (Sort.BEST, Sort.LAST) and direction is Direction.MAX)
     sign = -1 if is_falling != is_reversed else 1
@@ -482,7 +482,7 @@ def place_of_group(value: Value) -> tuple[int, float, str]:
 
 
 def request_digest(*parameters: object) -> bytes:
-    """What identifies a request, except for its page: a cursor of another request is refused."""
+    """The digest of a request, without its page. A cursor of another request is refused."""
     body = msgspec.msgpack.encode(parameters)
     return hashlib.blake2b(body, digest_size=_DIGEST_BYTES, person=b"ds.branches").digest()
 
@@ -575,8 +575,8 @@ class Names:
     """Branches and tags as they stand. ``stamp`` changes when one of them is created, moved or
     deleted.
 
-    ``at`` has those of each state, by its row id, in order of name. ``branches`` are in order of
-    their rank: the trunk, then the ones created first. ``ranks`` has the lowest rank among those
+    ``at`` has the names of each state, by its row id, in order of name. ``branches`` are in order
+    of their rank: the trunk, then the ones created first. ``ranks`` has the lowest rank among those
     that name a state. ``trunk`` is the row id of the trunk's state.
     """
 
@@ -589,7 +589,7 @@ class Names:
 
 
 def names(session: Session, old: Names | None = None) -> Names:
-    """The names as they stand for this session; ``old`` itself if nothing has changed since."""
+    """The present names; ``old`` itself if nothing has changed since."""
     stamp = tuple(int(number) for number in session.execute(_STAMP).one())
     if old is not None and old.stamp == stamp:
         return old
@@ -623,8 +623,8 @@ _Found = dict[str, tuple[int, Ref]]
 
 
 def _moved(session: Session, old: Names, stamp: tuple[int, ...]) -> _Found | None:
-    """``old`` with the names of later events read again; None if that does not make what
-    ``stamp`` says, as when an event was late."""
+    """``old`` with the names of later events read again; None if the result does not match
+    ``stamp``, for example because an event was late."""
     changed = session.execute(_CHANGED, {"last": old.stamp[0]}).scalars().all()
     if len(changed) > _FEW:
         return None

@@ -1,8 +1,8 @@
 """``branches``: every branch of a lineage, chosen, sorted and grouped. ``show/branches`` describes
 the fields of each.
 
-What branches are sorted by is read for all of them, in a few queries that cost as much as there are
-branches. Everything else is read for those of one page.
+The sort keys are read for all branches, in a few queries whose cost grows with the number of
+branches. Everything else is read for the branches of one page.
 """
 
 from __future__ import annotations
@@ -516,7 +516,7 @@ def _refs(session: Session, where: ColumnElement[bool], limit: int | None) -> li
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that did not finish: its run, whether it is alive, and its trainings that go on.
+    """A process that did not finish: its run, whether it is alive, and its running trainings.
 
     ``branches`` are, by the uid of a training, those whose newest state it captured.
     """
@@ -556,8 +556,7 @@ def processes(
 
 
 def _trainings(session: Session, uids: Sequence[str]) -> dict[str, list[Run]]:
-    """The trainings that go on in some processes, by the uid of the process, the first begun
-    first."""
+    """The running trainings of some processes, by the uid of the process, the first begun first."""
     found: defaultdict[str, list[Run]] = defaultdict(list)
     ids = [row.id for row in rows_in_batches(session, _TRAININGS, uids, "uids")]
     for run in sorted(runs.by_ids(session, ids).values(), key=lambda one: one.started_at):

@@ -49,7 +49,7 @@ _MESSAGE = 80
 
 
 def state_html(state: State, *, now: datetime | None = None) -> str:
-    """Everything that a state knows about itself, as HTML."""
+    """All fields of a state, as HTML."""
     kinds = {edge.parent: f" {edge.kind!s}, weight {edge.weight:g}" for edge in state.edges}
     message = "<br>".join(map(text, (state.message or "").splitlines()))
     facts = [

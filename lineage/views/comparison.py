@@ -48,12 +48,12 @@ _LONG = 80  # letters of a value in a notebook
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One state of a comparison. ``rev`` is the text that asked for it, ``branch`` the branch that
-    captured it; ``refs`` name it now.
+    """One state of a comparison. ``rev`` is the revision as it was given. ``branch`` captured the
+    state. ``refs`` name it now.
 
     ``places`` are the tiers that are recorded as holding its bytes, with their machines: ``local on
     host``. ``nearest`` is the nearest state that can be restored: itself, or the newest of its
-    first parents whose bytes are not gone; None if there is none.
+    first parents that has its bytes, or None.
     """
 
     rev: str
@@ -79,7 +79,7 @@ class ComparisonRow:
 class Comparison:
     """States side by side.
 
-    Of each kind the rows that differ come first; ``code`` has commits and versions."""
+    In each kind, rows that differ come first. ``code`` has commits and versions."""
 
     states: tuple[Compared, ...]
     config: tuple[ComparisonRow, ...]
@@ -124,7 +124,7 @@ class Comparison:
 
 
 def compare(session: Session, revs: Sequence[str], found: Sequence[State]) -> Comparison:
-    """A comparison of states; ``revs`` are the texts that asked for them.
+    """A comparison of states; ``revs`` are the revisions as they were given.
 
     :raises InvalidInput: there are fewer than two, or more than ``MOST``.
     """
@@ -224,7 +224,7 @@ MOST_LINES = 1000
 
 
 class AxisKind(StrEnum):
-    """Where the values of an axis come from: the configuration, or a metric."""
+    """The source of the values of an axis: the configuration, or a metric."""
 
     SETTING = "setting"
     METRIC = "metric"

@@ -188,7 +188,7 @@ class Held:
 
 
 def held(session: Session) -> tuple[Held, ...]:
-    """What each tier of each node holds, as reported; the processes of a node are added up.
+    """The content of each tier of each node, as reported. The processes of a node are added up.
 
     One scan of all replicas."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
@@ -255,7 +255,7 @@ def read(
     """The events after the id ``after``, up to where more may still come in between; ``horizon`` is
     the one that the last call returned.
 
-    ``after`` is 0 or an id up to which nothing was missing: that of an event read here, or of a
+    ``after`` is 0 or an id up to which nothing was missing: the id of an event read here, or of a
     settled horizon.
     """
     rows = session.execute(_AFTER, {"after": after, "limit": limit}).all()
@@ -318,7 +318,7 @@ class Failures:
 def failures(session: Session) -> Failures:
     """The failures among all processes that captured here.
 
-    One that died, or goes on, counts as running until its newest state."""
+    A process that died, or is running, counts until its newest state."""
     found = list(runs.by_ids(session, session.execute(_PROCESSES).scalars().all()).values())
     died = [run for run in found if run.config.get(DIED) is True]
     ran_s = 0.0
@@ -358,8 +358,8 @@ _STATS_NEWEST = select(STATE.c.id).order_by(STATE.c.id.desc()).limit(1)
 
 @dataclass(frozen=True, slots=True)
 class KeyStats:
-    """One metric: how many states have it, and its least and greatest value; None where all are
-    NaN."""
+    """One metric: the number of states that have it, and its least and greatest value. They are
+    None if all values are NaN."""
 
     key: str
     count: int
@@ -372,7 +372,7 @@ class Counts:
     """What a lineage holds. ``statuses`` counts the states of each; keys are those that a query or
     a column may name.
 
-    ``config`` has the keys of the configurations of runs; ``tiers`` say where the bytes are.
+    ``config`` has the keys of the configurations of runs; ``tiers`` are the places of the bytes.
     """
 
     states: int

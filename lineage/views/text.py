@@ -60,8 +60,8 @@ def _rank(key: str) -> tuple[int, int, str, int, str]:
     return group, _CHECKED.get(words[0], 0) if group == 1 else 0, words[0], is_loss, key
 
 
-# What each rank measured of a state, which is recorded as ``loss@3``: shown as one value, with
-# the range from least to greatest.
+# The metrics of each rank, which are recorded as ``loss@3``: shown as one value, with the range
+# from least to greatest.
 
 
 _OF_RANK = re.compile(r"(.+)@(0|[1-9][0-9]*)", re.DOTALL)
@@ -156,8 +156,8 @@ def size_text(count: int) -> str:
 
 
 def kept_text(captured: int, restorable: int, size: int) -> str:
-    """What is left of the states of a training, such as ``200 captured, 200 can be restored, 1.2
-    MiB of data on disk``."""
+    """How many states of a training are left, such as ``200 captured, 200 can be restored, 1.2 MiB
+    of data on disk``."""
     return (
         f"{captured:,} captured, {restorable:,} can be restored, {size_text(size)} of data on disk"
     )
@@ -193,8 +193,7 @@ def metrics_text(metrics: Mapping[str, float], world_size: int = 1) -> str:
     )
 
 
-# Whether a metric is better when it is smaller or larger, judged by its name, since nobody states
-# it.
+# Whether a metric is better when it is smaller or larger, judged by its name.
 
 
 class Direction(StrEnum):

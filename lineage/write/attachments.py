@@ -1,5 +1,4 @@
-"""What a study plans to train, and for each variant its cost and why it failed, beside the
-states that its training recorded."""
+"""The plan of a study, and the cost and the error of each variant. The results are in states."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ raised."""
 
 @dataclass(frozen=True, slots=True)
 class PlannedVariant:
-    """One variant as its plan has it: the variant that it continues from (None: the start), its
-    epochs, and what it changes."""
+    """One variant of a plan: the variant that it continues from (None: the start), its epochs, and
+    what it changes."""
 
     name: str
     parent: str | None
@@ -158,8 +157,8 @@ class NewSample:
 def keep(
     session: Session, name: str, facts: Mapping[str, Any], samples: Iterable[NewSample]
 ) -> int:
-    """Store a report; returns its id, which is that of an earlier report of this name. ``facts`` is
-    what it says of the whole.
+    """Store a report, and return its id. A report replaces an earlier one of its name, and keeps
+    its id. ``facts`` are the facts about all samples.
 
     :raises InvalidInput: the name is not valid.
     """
@@ -200,7 +199,7 @@ _KEEP_SAMPLES = insert(REPORT_SAMPLE)
 _DROP_SAMPLES = delete(REPORT_SAMPLE).where(REPORT_SAMPLE.c.report_id == bindparam("id"))
 
 
-# The folders of packs that a lineage knows, each by the uid stored in it, with where it was last
+# The folders of packs in a lineage, each by the uid stored in it, with the place where it was last
 # seen.
 
 

@@ -80,8 +80,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What an arrival records: where the state came from, the uid of that lineage, how many
-    bytes were moved for it, and the runs that came with it, by their uids there."""
+    """The record of an arrival: the source, the uid of that lineage, how many bytes were moved, and
+    the runs that came with the state, by their uids there."""
 
     source: str
     repository: str
@@ -155,8 +155,8 @@ def note(session: Session, uid: str, *, node: str, source: str, bytes_moved: int
 
 
 def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
-    """Those of these states whose bytes can be trusted as much as ``party``: captured here, or
-    received from no one else."""
+    """The states whose bytes can be trusted as much as ``party``: they were captured here, or
+    received from ``party`` only."""
     wanted, parties = list(uids), dict[str, set[str]]()
     for row in rows_in_batches(session, _PARTIES, wanted, "uids"):
         others = parties.setdefault(row.uid, set())
@@ -166,8 +166,8 @@ def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
 
 
 def import_ancestry(session: Session, states: Sequence[State], made_by: Mapping[str, Run]) -> int:
-    """Add those of ``states`` that are not here, as ``evicted``, since their bytes did not come.
-    Returns how many there were.
+    """Add the states that are not here, as ``evicted``, since their bytes did not come. Returns how
+    many there were.
 
     They come newest first, as ``walk.log`` has them. A parent that is neither here nor listed after
     its child is left out; a state without a first parent becomes a root. ``made_by`` are the runs
@@ -335,8 +335,8 @@ def put_uid(session: Session, uid: str) -> None:
 
 
 def put_runs(session: Session, news: Iterable[NewState]) -> int:
-    """Put the runs of these states that are not here, of which nothing else is known; returns how
-    many. They began with their first state and ended with their last one."""
+    """Put the runs of these states that are not here, without any other facts; returns how many.
+    They began with their first state and ended with their last one."""
     times: dict[str, list[int]] = {}
     for new in news:
         if new.facts.run is not None:

@@ -6,8 +6,8 @@ may come in any order. A state of one part is recorded as usual and has no row h
 
 Rules:
 - A rank that has no part reports that instead (``skip_part``), and the state is *given up* for all
-  ranks: one row stays, which says because of which rank and why. The same happens to a state that
-  nobody waits for any longer (``give_up``), and to one that the lineage refuses.
+  ranks. One row stays, with the rank and the reason. The same happens to a state that no rank waits
+  for any longer (``give_up``), and to a state that the lineage refuses.
 - Every part names as its parent the state that its rank captured, or skipped, before. If that
   parent was given up, the parent's own parent takes its place, and so on; if it is still waiting,
   the state waits too. A row of rank -1 or below, under the uid of a state that waits, names a
@@ -72,12 +72,12 @@ should go on to further tiers, or not."""
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """What one rank captured of a state. ``new`` is what ``record`` takes, for this part only;
-    ``reduce`` says how metrics are combined.
+    """What one rank captured of a state. ``new`` is what ``record`` takes, for this part only.
+    ``reduce`` is the way in which metrics are combined.
 
     ``form`` is equal for parts that form one state together: they have the same tree, and divide
-    its tensors alike. It may also say after how many steps of the optimizers the part was captured
-    (``form_after``). Empty: not stated.
+    its tensors alike. It may also contain after how many steps of the optimizers the part was
+    captured (``form_after``). Empty: not stated.
     """
 
     new: NewState
@@ -95,7 +95,7 @@ def record_parts(session: Session, told: Sequence[PartReport]) -> None:
     """Record what ranks captured of states. The last part of a state makes the state visible.
 
     The parts of a state agree on parents, branch and step. Attributes, message, time and run of the
-    state are those of rank 0; ``reduce`` decides the metrics. The state's digest is the
+    state come from rank 0. ``reduce`` decides the metrics. The state's digest is the
     ``root_digest`` of the parts' digests and its parents'. Reporting a part again changes nothing.
     An error must leave the transaction; the parts are then not reported.
 
@@ -188,11 +188,11 @@ def abandon(session: Session) -> list[str]:
 def want_parts(
     session: Session, uids: Collection[str], *, rank: int, is_near: bool = False
 ) -> None:
-    """Note that this rank makes its part of these complete states durable, and that the others must
-    too: one part alone is worth nothing.
+    """Note that this rank makes its part of these complete states durable. The other ranks must
+    too, since one part alone is worth nothing.
 
-    ``is_near``: this rank keeps the part off further tiers, and the others must too, until one rank
-      wants the states without that.
+    ``is_near``: this rank keeps the part off further tiers. The other ranks do so too, until one
+    rank wants the states without ``is_near``.
     """
     if uids:
         session.execute(
@@ -201,8 +201,8 @@ def want_parts(
 
 
 def wanted_parts(session: Session, uids: Collection[str]) -> dict[str, bool]:
-    """Those of these complete states that some rank makes durable; and whether all these ranks
-    keep them off further tiers."""
+    """The complete states that some rank makes durable, and whether all such ranks keep them off
+    further tiers."""
     found: dict[str, bool] = {}
     for row in session.execute(_WANTED, {"uids": sorted(uids)}) if uids else ():
         found[row.state_uid] = found.get(row.state_uid, True) and row.said == _NEAR
@@ -336,8 +336,8 @@ def _was_told(told: PartReport, known: Mapping[int, Any], whole: str | None) -> 
 
 
 def _check_alike(told: PartReport, other: int, theirs: Mapping[str, Any]) -> None:
-    """Raise unless a part says of its state the same as the part of the rank ``other``, as far as
-    that is kept.
+    """Raise unless a part agrees about its state with the part of the rank ``other``, as far as
+    that is stored.
 
     :raises Conflict: it does not; the error says what is different.
     """
@@ -577,14 +577,14 @@ def _run_ids(session: Session, uids: Collection[str | None]) -> dict[str | None,
 
 
 def _common(told: PartReport) -> dict[str, Any]:
-    """What a part says of its state and every other part must say too; of the form only where it
-    is stated."""
+    """The facts about its state on which a part must agree with every other part. The form is
+    included only if it is stated."""
     common = {"world_size": told.new.facts.world_size, **_place_of(told.new.facts)}
     return common | ({"form": told.form} if told.form else {})
 
 
 def _place_of(facts: StateFacts) -> dict[str, Any]:
-    """What all parts of a state say alike."""
+    """The facts that are equal in all parts of a state."""
     edges = [[edge.parent, edge.kind.value, edge.weight] for edge in facts.edges]
     return {
         "parent": facts.parent,

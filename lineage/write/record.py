@@ -1,8 +1,8 @@
 """The commit point: one transaction makes a state, with everything that belongs to it, part of the
 lineage.
 
-It runs beside training, under its GIL. So it is a handful of statements, compiled once, on tables
-rather than on models; several states take no more statements than one.
+It runs during training, under its GIL. It therefore executes a handful of statements, which are
+compiled once. Several states take no more statements than one.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _check(new: NewState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """What later states must know of a state; ``step`` is needed only of parents."""
+    """The facts about a state that later states need. Only parents need ``step``."""
 
     id: int
     generation: int
@@ -590,7 +590,7 @@ _WAYS: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 def check_reduce(reduce: object) -> Reduce:
-    """The user's value, if it says how metrics are reduced.
+    """The user's value, if it is a valid way to reduce metrics.
 
     :raises InvalidInput: it does not; the error lists the words.
     """

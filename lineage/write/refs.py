@@ -446,7 +446,8 @@ def edit(session: Session, uid: str, text: str, *, seen: Note | None = None) -> 
 
 
 def remove(session: Session, uid: str, *, seen: Note | None = None) -> Note:
-    """Delete a note for good; returns it as it was. ``seen``: only if the note is still this one.
+    """Delete a note permanently; returns it as it was. ``seen``: only if the note is still this
+    one.
 
     :raises NotFound: there is no such note.
     :raises Conflict: the note was edited since ``seen`` was read.

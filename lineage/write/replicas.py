@@ -60,7 +60,7 @@ def mark(
     of them; an evicted or lost state whose bytes are here again rises too. If the state still waits
     for parts, only the part of ``rank`` gets safer. ``bytes`` are those that the state added to
     that tier. With ``durable`` they become its ``bytes_new``, except for a state of several parts,
-    where they are those of ``rank`` alone.
+    where they are the bytes of ``rank`` alone.
 
     :raises NotFound: there is no such state.
     :raises InvalidInput: ``status`` is one without bytes.
@@ -115,7 +115,7 @@ class Mark:
 
 
 def mark_all(session: Session, marks: Sequence[Mark]) -> dict[tuple[str, int], Status]:
-    """``mark`` for several states, with few statements for those of one part; returns the statuses
+    """``mark`` for several states, with few statements for states of one part; returns the statuses
     by uid and rank.
 
     :raises DatastatesError: as ``mark``, for one of them.
@@ -198,8 +198,8 @@ def _replica_of(state_id: int, rank: int, tier: str, node: str, bytes: int) -> d
 
 
 def unheld() -> ColumnElement[bool]:
-    """The condition that no tier holds a state's bytes or, if it has several parts, those of one
-    of them."""
+    """The condition that no tier holds the bytes of a state or, if it has several parts, of one
+    part."""
     its = REPLICA.c.state_id == STATE.c.id
     ranks = select(func.count(REPLICA.c.rank.distinct())).where(its).scalar_subquery()
     return or_(~exists().where(its), and_(STATE.c.world_size > 1, ranks < STATE.c.world_size))
@@ -223,7 +223,7 @@ def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> lis
 
 
 def held(session: Session, uids: Iterable[str], *, tier: str, node: str) -> set[str]:
-    """Those of these states that a tier of a node holds, as far as it is known here."""
+    """The states that a tier of a node holds, as far as the lineage has recorded it."""
     return set(
         session.execute(_HELD, {"uids": list(uids), "on_tier": tier, "on_node": node}).scalars()
     )
@@ -311,7 +311,7 @@ _EVICT_UNHELD = (
 )
 
 
-# Giving up the bytes of states on purpose: only of states that nobody counts on.
+# Giving up the bytes of states on purpose: only of states that no ref needs.
 
 
 # the advisory lock of PostgreSQL: two that are withdrawn at once might each count on the other

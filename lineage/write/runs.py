@@ -1,8 +1,8 @@
 """Runs: the processes that tracked, their trainings, and what becomes of their states when they
 die.
 
-A training is a run whose ``process`` names another run. It lives and dies with that one, and has no
-lease and no memory of its own.
+A training is a run whose ``process`` names another run. It ends with that run, and has no lease and
+no memory.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def start(session: Session, run: Run) -> None:
 
 
 def configure(session: Session, run: Run) -> None:
-    """Replace the settings in the record of a run by those of ``run``.
+    """Replace the settings in the record of a run by the settings of ``run``.
 
     Does nothing if the run is not recorded."""
     found = session.execute(select(RUN.c.id).where(RUN.c.uid == run.uid)).scalar()
@@ -142,7 +142,7 @@ def finish(
 
 
 def note(session: Session, uid: str, facts: Mapping[str, Value]) -> None:
-    """Add settings that nobody chose to a run's record; each name begins with ``OURS``.
+    """Add settings of ours to a run's record; each name begins with ``OURS``.
 
     Does nothing if there is no such run."""
     found = session.execute(select(RUN.c.config).where(RUN.c.uid == uid).with_for_update()).scalar()
@@ -184,7 +184,8 @@ def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]
 
 
 def died(session: Session, uids: Collection[str]) -> dict[str, datetime]:
-    """When each of these processes was found dead, by uid; the others are left out."""
+    """When each of these processes was found dead, by uid. Processes that were not found dead are
+    left out."""
     return {uid: from_us(at) for uid, at in session.execute(_FOUND_DEAD, {"runs": list(uids)})}
 
 
@@ -211,7 +212,7 @@ def listing(
 def of_job(job: str, rank: int, size: int) -> dict[str, Value]:
     """What each run of a training of several ranks records of it.
 
-    There is one run for each rank; people see only that of rank 0."""
+    There is one run for each rank. Only the run of rank 0 is shown."""
     return {f"{OURS}job": job, RANK: rank, f"{OURS}ranks": size}
 
 
@@ -233,7 +234,7 @@ def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Ru
 
 def counted() -> ColumnElement[bool]:
     """The condition for what people call a run: a training, counted once for all its ranks, or a
-    process without a training. Those of other lineages count too."""
+    process without a training. Runs of other lineages count too."""
     rank = RUN.c.config[RANK].as_integer()
     return and_(
         or_(rank.is_(None), rank == 0),
@@ -250,8 +251,8 @@ def unfinished(session: Session, branch: str | None = None) -> list[Run]:
 
 
 def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[str, str]:
-    """The states of one part that a process captured or cloned and that, as far as the lineage
-    knows, only memory holds: uids with digests.
+    """The states of one part that a process captured or cloned and that only memory holds, as far
+    as it is recorded: uids with digests.
 
     ``volatile`` are the tiers that are lost with a process.
     """
@@ -269,8 +270,8 @@ def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[
 def parts_in_memory(
     session: Session, uid: str, *, volatile: Collection[str]
 ) -> dict[tuple[str, int], str]:
-    """The parts of complete states of several parts that a process reported or cloned and that, as
-    far as the lineage knows, only memory holds: uid and rank, each with the digest of the part.
+    """The parts of complete states that a process reported or cloned and that only memory holds, as
+    far as it is recorded: uid and rank, with the digest of the part.
     """
     uids = _with_trainings(session, [uid])
     told = or_(RUN.c.uid.in_(uids), STATE.c.id.in_(_cloned(uids)))
@@ -293,12 +294,12 @@ def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str])
     """Settle what the runs of dead processes left behind: whatever was in their ``volatile`` tiers
     is gone.
 
-    States that still wait for parts beside those of such a run are removed. States that no other
-    process holds, or of which some part is no longer held, become ``lost``. The runs finish now,
-    and their records say that they died. Then each branch, of any run, whose head's bytes are gone
-    moves back to its newest restorable first parent. A branch that has none is deleted, since a
-    name from which nothing can be restored would only prevent the next run from starting; the
-    reflog says where it was.
+    States that have a part of such a run and still wait for other parts are removed. States that no
+    other process holds, or of which some part is no longer held, become ``lost``. The runs finish
+    now, and their records get a mark that they died. Then each branch, of any run, whose head's
+    bytes are gone moves back to its newest restorable first parent. A branch that has none is
+    deleted, since such a name would only prevent the next run from starting. The reflog has its
+    last place.
     """
     for uid in sorted(set(dead)):
         note(session, uid, {DIED: True})
@@ -310,8 +311,7 @@ def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str])
 
 
 def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
-    """Mark states as lost. What was in memory was in the memory of these processes, so each replica
-    there is gone.
+    """Mark states as lost. Each replica in the memory of these processes is gone.
 
     A state that a living process cloned on the same database is still in the memory of that
     process. (A replica that names no process belongs to the run that captured the state.)

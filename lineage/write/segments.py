@@ -1,9 +1,9 @@
 """Segments: which states each branch has to itself, and the summaries of their metrics.
 
 ``record`` lets a segment grow by its newest states; everything else that happens to one is here. A
-new branch takes those states on its path of first parents that no branch has, also those of a
+new branch takes the states on its path of first parents that no branch has, also the states of a
 deleted branch. When a branch is deleted or moved, a branch that was made at one of its states, and
-has none of its own, takes the states up to there. The other states stay in a segment without a
+has no states yet, takes the states up to there. The other states stay in a segment without a
 branch.
 """
 
@@ -72,8 +72,8 @@ def rename(session: Session, old: str, new: str) -> None:
 def lock(
     session: Session, names: Collection[str] = (), *, of_state: str = "", takes_turns: bool = True
 ) -> None:
-    """Let no other transaction change the segments of these branches, or that of a state by uid,
-    until this one ends.
+    """Let no other transaction change the segments of these branches, or the segment of a state by
+    uid, until this one ends.
 
     Transactions that change more than they add also take turns. SQLite has one writer anyway. A
     transaction locks segments before refs and states, so that two of them do not wait for each
@@ -147,7 +147,7 @@ def grow(session: Session, tallies: Mapping[tuple[int, str], Tally], ends: Colle
 
 def _give_to_fork(session: Session, segment: int) -> None:
     """Give the states of a segment without a branch to a branch that was made at one of them and
-    has none of its own.
+    has no states yet.
 
     If there are several such branches, the one at the newest state gets them.
     """
@@ -256,8 +256,8 @@ def _ending() -> Any:
 
 
 def _with_metrics(chosen: Any, walk: Any) -> Any:
-    """Join the metrics: an outer join, so that SQLite begins with the path, however short, and
-    not with all metrics; states without any are dropped afterwards."""
+    """Join the metrics. It is an outer join, so that SQLite begins with the path, however short,
+    and not with all metrics. States without metrics are dropped afterwards."""
     return chosen.outerjoin_from(walk, METRIC, METRIC.c.state_id == walk.c.id).where(
         func.coalesce(METRIC.c.state_id, 0) > 0
     )
