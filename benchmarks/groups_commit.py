@@ -21,7 +21,7 @@ from pathlib import Path
 import postgresql
 from common import machine, out, short, spread, table
 
-from datastates.engine.rank_reports import Said, report
+from datastates.engine.rank_reports import Report, report
 from datastates.lineage import Database, NewState, Run, StateFacts, Status
 from datastates.lineage.write import runs
 from datastates.lineage.write.parts import PartReport
@@ -156,7 +156,7 @@ def _tell(database: Database, facts: StateFacts, rank: int) -> tuple[float, floa
         facts, secrets.token_hex(32), Status.CAPTURED, 1 << 30, 1 << 30, "memory", f"node {rank}"
     )
     began = time.monotonic()
-    heard = report(database, Said(parts=(PartReport(new, rank),), asked={facts.uid: rank}))
+    heard = report(database, Report(parts=(PartReport(new, rank),), asked={facts.uid: rank}))
     ended = time.monotonic()
     return (ended, ended - began) if facts.uid in heard.outcomes else None
 
@@ -171,7 +171,7 @@ def _alone(url: str, ranks: int, parent: str | None) -> tuple[float, float]:
             _tell(database, facts, rank)
             took.append(1e3 * (time.monotonic() - began))
             began = time.monotonic()
-            report(database, Said(asked={facts.uid: rank}))
+            report(database, Report(asked={facts.uid: rank}))
             asked.append(1e3 * (time.monotonic() - began))
     return statistics.median(took), statistics.median(asked)
 

@@ -11,7 +11,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from datastates.engine.outbox import settle
 from datastates.lineage.states import Revision
 from datastates.lineage.write.record import FIRST, Reduce, check_reduce
 from datastates.maintenance.loading import Device, load, restore
@@ -19,6 +18,7 @@ from datastates.maintenance.location import locate
 from datastates.policy.retention import Retention, asked_for, retention_of
 from datastates.state.adapters import given_objects, split_values
 from datastates.state.report import RestoreReport
+from datastates.system.at_exit import settle
 from datastates.system.interrupts import undisturbed
 from datastates.training.collective import Ranks, find
 from datastates.training.configuration import configuration

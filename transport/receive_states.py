@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from datastates.config import BackPressure
-from datastates.engine.commit import Coming
-from datastates.engine.outbox import end_later
+from datastates.engine.commit import IncomingState
 from datastates.errors import (
     Closed,
     Conflict,
@@ -37,6 +36,7 @@ from datastates.storage.arena import Arena
 from datastates.storage.copying import are_equal
 from datastates.storage.memory import Held, MemoryTier
 from datastates.storage.tier import Placed, Reader, Tier
+from datastates.system.at_exit import end_later
 from datastates.system.interrupts import undisturbed
 
 from .contract import Sink
@@ -241,7 +241,7 @@ def _give_back(
 ) -> None:
     """Give back chunks and slots once: what was given back, or adopted, is in neither any more."""
     with undisturbed():
-        memory.let_go(held.values())
+        memory.release(held.values())
         held.clear()
         arena.release(slots.values())
         slots.clear()
@@ -280,7 +280,7 @@ def make_room(
     engaged = core.engage()
 
     def wait(lengths: Sequence[int]) -> Sequence[int] | None:
-        return engaged.runner.acquire(lengths, BackPressure.WAIT)
+        return engaged.runner.slots.acquire(lengths, BackPressure.WAIT)
 
     return StateSink(
         checked,
@@ -298,7 +298,7 @@ def abandon(core: Core, sink: StateSink) -> None:
     with undisturbed():
         sink.abandon()
         if core.running is not None:
-            core.running.release([])  # wakes captures that wait for memory
+            core.running.slots.release([])  # wakes captures that wait for memory
 
 
 def missing_ancestry(core: Core, states: Sequence[State]) -> list[State]:
@@ -355,7 +355,9 @@ def land(
 
     with undisturbed():
         _check_on_disk(core, sink)
-        now = host.take_in(Coming(state.facts, state.digest, state.bytes_total, sink.adopt), record)
+        now = host.commits.adopt_incoming(
+            IncomingState(state.facts, state.digest, state.bytes_total, sink.adopt), record
+        )
     make_tags(core, tags)
     host.refs_changed()
     return now

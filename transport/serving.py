@@ -98,7 +98,7 @@ class PushBudget:
                 )
             time.sleep(_ASK_AGAIN_S)
         try:
-            slots = self._core.host().acquire(
+            slots = self._core.host().slots.acquire(
                 lengths, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic())
             )
         except BaseException:
@@ -121,7 +121,7 @@ class PushBudget:
     def _take(self, size: int) -> bool:
         engaged = self._core.engage()
         host, memory, arena = engaged.runner, engaged.memory, engaged.arena
-        limit = arena.capacity - host.needed_bytes
+        limit = arena.capacity - host.slots.needed_bytes
         if size > limit:
             raise OverBudget(
                 f"a state of {size} bytes is pushed here, where {limit} of {arena.capacity} are not"

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from datastates.config import BackPressure
-from datastates.engine.commit import Coming
+from datastates.engine.commit import IncomingState
+from datastates.engine.handle import manifest_of
 from datastates.engine.runner import Runner
-from datastates.engine.steps import manifest_of
 from datastates.errors import (
     Conflict,
     Corrupt,
@@ -601,15 +601,15 @@ def _make(
         facts = _facts(blend, engaged.run.uid, into, message, attributes)
         manifest = manifest_of(facts, content, tuple(state.digest for state in blend.states))
         base = core.tiers.placed(blend.states[0].uid)
-        coming = Coming(
+        coming = IncomingState(
             facts, manifest.digest, sum(lengths), lambda: memory.adopt(manifest, slots), base
         )
-        state = host.take_in(coming, record.record)
+        state = host.commits.adopt_incoming(coming, record.record)
     except BaseException:
-        host.release(slots)  # those that memory did not take
+        host.slots.release(slots)  # those that memory did not take
         raise
     host.refs_changed()
-    host.hand_on(state, facts.branch)
+    host.in_flight.put_to_processors(state, facts.branch)
     return state
 
 
@@ -619,7 +619,7 @@ def _acquire(host: Runner, lengths: Sequence[int]) -> list[int]:
     The parents are pinned during the wait. The wait must therefore end if no state can be evicted.
     """
     while True:
-        slots = host.acquire(lengths, BackPressure.SKIP) if lengths else []
+        slots = host.slots.acquire(lengths, BackPressure.SKIP) if lengths else []
         if slots is not None:
             return slots
         if not host.pending_writes:

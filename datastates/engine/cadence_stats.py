@@ -13,7 +13,7 @@ _NOTHING: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class CaptureFacts:
     """A capture, as its training saw it. ``at`` is when it began. ``held_s`` is for how long the
     previous capture blocked the training. ``size`` is the number of its bytes, or None if unknown.
     """
@@ -26,7 +26,7 @@ class Taken:
 
 
 @dataclass(slots=True)
-class Pacing:
+class CadenceFacts:
     """The facts about one line of the engine. ``idle`` captures were made since its last write
     ended. A state adds ``size`` bytes to the disk, as far as is known. Up to ``most_waiting``
     states waited since ``costs`` were computed; see ``Costs.waiting``.
@@ -50,7 +50,7 @@ class Pacing:
     _debt: float = 0.0
     _debt_at: float = 0.0
 
-    def is_due_at_capture(self, taken: Taken, now: float, *, waiting: int) -> bool:
+    def is_due_at_capture(self, taken: CaptureFacts, now: float, *, waiting: int) -> bool:
         """Whether to write the capture that was just recorded, which is the newest; it is
         counted."""
         self.count += 1

@@ -1,4 +1,4 @@
-"""Copies of states into slots of an arena: from devices (``Crossings``), and from the host
+"""Copies of states into slots of an arena: from devices (``DeviceCopies``), and from the host
 (``Stager``).
 
 ``CopyJob`` is one state, as the copying threads pass it to each other. Memory that may change next
@@ -29,8 +29,8 @@ from datastates.system.threads import Latch
 from .device_copies import (
     HOST,
     NOTHING,
-    Digested,
-    Look,
+    DeviceDigests,
+    FrozenCheck,
     Pairs,
     Snapshot,
     Snapshots,
@@ -44,7 +44,7 @@ from .tear_check import Armed, named
 
 
 @dataclass(slots=True)
-class Crossing:
+class DeviceCopy:
     """A job's copies from one device. The mark ``begun`` is behind everything that the copies must
     see. ``aside`` has what was put aside, with its places in the state's stream of bytes.
 
@@ -60,9 +60,9 @@ class Crossing:
     begun: Mark
     aside: list[tuple[int, torch.Tensor]]
     held: list[torch.Tensor]
-    look: Look | None = None
+    look: FrozenCheck | None = None
     is_apart: bool = False
-    digested: Digested | None = None
+    digested: DeviceDigests | None = None
     lanes: list[torch.Tensor] = field(default_factory=list)
     arrived: Mark | None = None
     is_queued: Latch = field(default_factory=Latch)
@@ -91,7 +91,7 @@ class CopyJob:
     error: BaseException | None = None
     is_copied: Latch = field(default_factory=Latch)
     eager_done: Latch = field(default_factory=Latch)
-    crossings: list[Crossing] = field(default_factory=list)
+    crossings: list[DeviceCopy] = field(default_factory=list)
     is_host_read: Latch = field(default_factory=Latch)
     numbers: list[torch.Tensor] = field(default_factory=list)
     versions: list[int] | None = None
@@ -116,7 +116,7 @@ Hold = Callable[[Iterable[tuple[bytes, int]]], dict[tuple[bytes, int], Held]]
 """The signature of ``MemoryTier.hold``."""
 
 
-class Crossings:
+class DeviceCopies:
     """The streams of an arena's captures, and the thread that queues on them. ``then`` takes each
     job once it is queued, in order.
 
@@ -227,7 +227,7 @@ class Crossings:
         if snapshot is not None:
             job.snapshots.append(snapshot)
             job.crossings.append(
-                Crossing(
+                DeviceCopy(
                     device, side, snapshot.written, snapshot.stretches, [], look, is_apart=True
                 )
             )
@@ -261,7 +261,7 @@ class Crossings:
                 ).synchronize()  # queued copies write to slots that are about to be given back
                 raise
             devices().wait(current, devices().mark(side))
-        job.crossings.append(Crossing(device, side, devices().mark(current), aside, held, look))
+        job.crossings.append(DeviceCopy(device, side, devices().mark(current), aside, held, look))
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -283,7 +283,7 @@ class Crossings:
                 crossing.arrived = crossing.arrived or _reached(crossing)
                 crossing.is_queued.set()
 
-    def _cross(self, crossing: Crossing, job: CopyJob) -> None:
+    def _cross(self, crossing: DeviceCopy, job: CopyJob) -> None:
         look = crossing.look
         pairs = self._placed(crossing, job)
         crossing.held += pairs[1]
@@ -301,7 +301,7 @@ class Crossings:
             self._cross_changed(crossing, look, job)
         crossing.arrived = devices().mark(crossing.side)
 
-    def _placed(self, crossing: Crossing, job: CopyJob) -> Pairs:
+    def _placed(self, crossing: DeviceCopy, job: CopyJob) -> Pairs:
         """The copies of what was put aside, and of what is deferred; of the latter the same as
         when these slots were used last."""
         aside, skipped = (
@@ -323,7 +323,7 @@ class Crossings:
         first = placed(aside, job.slots, self._arena)
         return [*first[0], *later[0]], [*first[1], *later[1]]
 
-    def _digest(self, crossing: Crossing, job: CopyJob) -> None:
+    def _digest(self, crossing: DeviceCopy, job: CopyJob) -> None:
         """Have chunks digested in parallel with the copies, on another stream. ``side`` continues
         when both are done."""
         device, plan = crossing.device, job.plan
@@ -337,7 +337,7 @@ class Crossings:
                 ((source.start, source.flat) for source in deferred),
                 (() if stills is None else stills.parts),
             )
-            digested = plan.digested[device] = Digested(
+            digested = plan.digested[device] = DeviceDigests(
                 stretches, plan.layout.chunk_lengths, left_out
             )
         stream = self._digesting.get(device)
@@ -355,12 +355,12 @@ class Crossings:
             self._arena.memory(job.slots[chunk], job.plan.layout.chunk_lengths[chunk])
         )
 
-    def _bring_lanes(self, crossing: Crossing, look: Look) -> Mark:
+    def _bring_lanes(self, crossing: DeviceCopy, look: FrozenCheck) -> Mark:
         with devices().on(crossing.side):
             crossing.held += _bring(look.lanes, crossing.device)
         return devices().mark(crossing.side)
 
-    def _cross_changed(self, crossing: Crossing, look: Look, job: CopyJob) -> None:
+    def _cross_changed(self, crossing: DeviceCopy, look: FrozenCheck, job: CopyJob) -> None:
         """Hold in memory the chunks that are still, and copy those that have changed after all."""
         assert self._hold is not None
         found, lengths = look.learn(), job.plan.layout.chunk_lengths
@@ -395,7 +395,7 @@ def copy(pairs: Pairs, *, non_blocking: bool = False) -> None:
             torch._foreach_copy_(pairs[0], pairs[1], non_blocking)
 
 
-def _reached(crossing: Crossing) -> Mark | None:
+def _reached(crossing: DeviceCopy) -> Mark | None:
     """A mark behind everything that was queued; None if the device takes no more marks."""
     try:
         return devices().mark(crossing.side)
@@ -446,7 +446,7 @@ class Stager:
         self._unfinished = 0
         """How many jobs the stage thread has, which must come before any later one."""
         self._turn = Mutex()
-        self._crossings = Crossings(arena, self._take, hold, snapshots or Snapshots(0))
+        self._crossings = DeviceCopies(arena, self._take, hold, snapshots or Snapshots(0))
         self._thread = threading.Thread(target=self._run, name="datastates-stage", daemon=True)
         self._thread.start()
 

@@ -1,8 +1,8 @@
 """Tensors on devices: their routes into the arena, snapshots that stay there, and digests of chunks
 that they compute.
 
-Chunks that stay the same from capture to capture (``Stills``) are found by digests, and not copied
-to the host.
+Digests find chunks that stay the same from capture to capture (``FrozenChunks``). They are not
+copied to the host.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Snapshots:
             if is_first or self._is_given_up:
                 return None
             if packing.size > room:
-                self._say_once(device, packing.size, room)
+                self._log_once(device, packing.size, room)
             memory = self._memory_for(packing, current, room)
             if memory is None:
                 return None
@@ -303,7 +303,7 @@ class Snapshots:
         with self._lock:
             self._kept[branch] = uid
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give all memory back; later captures take some again."""
         with self._lock:
             self._held.clear()
@@ -362,7 +362,7 @@ class Snapshots:
             why,
         )
 
-    def _say_once(self, device: torch.device, size: int, room: int) -> None:
+    def _log_once(self, device: torch.device, size: int, room: int) -> None:
         if not self._has_said:
             self._has_said = True
             _logger.warning(
@@ -457,14 +457,14 @@ class FrozenSource(Protocol):
 
 
 @dataclass(slots=True)
-class Look:
+class FrozenCheck:
     """One capture's digests of chunks that may be still: ``skipped`` are the chunks that are copied
     only if they turn out to have changed.
 
     ``lanes`` holds one tensor: it is on the device, until it is replaced by its copy on the host.
     """
 
-    stills: Stills
+    stills: FrozenChunks
     lanes: list[torch.Tensor]
     skipped: frozenset[int]
     _found: dict[int, bytes] = field(default_factory=dict)
@@ -484,7 +484,7 @@ class Look:
             )
 
 
-class Stills:
+class FrozenChunks:
     """The chunks of one plan on one device that may be still. ``parts`` has the places of their
     tensors.
 
@@ -505,7 +505,7 @@ class Stills:
         """About how many operators ``look`` queues."""
         return self._digester.launches
 
-    def look(self) -> Look | None:
+    def look(self) -> FrozenCheck | None:
         """Queue the digests on the current stream; None if the device does not compute them, or
         if everything changes between captures."""
         if self._is_given_up or not is_ready(self._digester.like):
@@ -514,7 +514,7 @@ class Stills:
             self._left_out -= 1
             return None
         try:
-            return Look(self, [self._digester.lanes()], self._still)
+            return FrozenCheck(self, [self._digester.lanes()], self._still)
         except Exception as exc:  # a kernel may not compile here, or memory may be short
             self._give_up(f"cannot be digested there ({exc!r})")
             return None
@@ -555,7 +555,7 @@ class Stills:
 
 def stills_of(
     sources: Iterable[FrozenSource], lengths: Sequence[int]
-) -> dict[torch.device, Stills]:
+) -> dict[torch.device, FrozenChunks]:
     """For each device, the chunks that consist of these sources alone, and that the device can
     digest."""
     parts: dict[int, list[Part]] = {}
@@ -567,7 +567,7 @@ def stills_of(
     for chunk, found in parts.items():
         if can_digest(lengths[chunk], found):
             at.setdefault(devices().of(found[0][1]), {})[chunk] = found
-    made = {device: Stills(found, lengths) for device, found in at.items()}
+    made = {device: FrozenChunks(found, lengths) for device, found in at.items()}
     return {device: each for device, each in made.items() if each.launches <= _MOST_LAUNCHES}
 
 
@@ -597,7 +597,7 @@ def is_within(source: FrozenSource, chunks: frozenset[int]) -> bool:
 # --- Digests by the device of chunks that cross, so that the host need not read them ---
 
 
-class Digested:
+class DeviceDigests:
     """The chunks of one plan that one device digests: the chunks that consist of these stretches
     alone, without ``left_out``.
 

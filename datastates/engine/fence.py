@@ -83,11 +83,11 @@ class Fence:
         self._counts: dict[int, int] = {}
 
     def steps_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """How many steps an optimizer has begun since it was hooked, or since ``count_anew``. Steps
-        of an optimizer inside it are not counted."""
+        """How many steps an optimizer has begun since it was hooked, or since ``restart_count``.
+        Steps of an optimizer inside it are not counted."""
         return self._counts.get(id(optimizer), 0)
 
-    def count_anew(self) -> None:
+    def restart_count(self) -> None:
         """Count the steps of every optimizer from 0 again."""
         self._counts.clear()
 

@@ -1,7 +1,7 @@
 """The handle that ``run.capture`` returns at once, and the states of a capture behind it.
 
-``Capture`` waits for a status. ``Work`` and ``Writing`` are what the engine's steps process,
-``Line`` is one tracker on one branch, and ``Arriving`` has numbers that are still on devices.
+``Capture`` waits for a status. ``Work`` is a capture whose bytes are in memory. ``Line`` is one
+ tracker on one branch, and ``LateNumbers`` has numbers that are still on devices.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ import msgspec
 import torch
 
 from datastates.errors import InvalidInput, ProcessorFailed, Unavailable
+from datastates.lineage.schema import to_us
 from datastates.lineage.states import NewState, Run, State, StateFacts, Status
 from datastates.lineage.write.parts import form_after
 from datastates.lineage.write.record import FIRST, Reduce
 from datastates.policy.contract import CadenceChoice, Costs
+from datastates.state.digest import digest_of
 from datastates.state.encoding import encode_values
-from datastates.state.manifest import Content, Manifest
+from datastates.state.manifest import VERSION, Content, Manifest, Origin
 from datastates.state.tree import Flat, Number
 from datastates.storage.tier import Tier
 from datastates.system.devices import devices
 from datastates.system.threads import Notifier
 from datastates.values import Seconds, checked
 
-from .cadence_stats import Taken
+from .cadence_stats import CaptureFacts
 from .copy import CopyJob
 from .plan import Layout
-from .rank_reports import Entry
-from .tear_check import Edits
+from .rank_reports import PendingRecord
+from .tear_check import TornTensors
 
 _RANK = {Status.CAPTURED: 0, Status.DURABLE: 1, Status.REPLICATED: 2, Status.EXTERNAL: 3}
 
@@ -261,7 +263,7 @@ class Uids(Protocol):
         """The uid of the state that is captured at this step: 24 lower-case hex digits."""
 
 
-class Drawn:
+class RandomUids:
     """A random uid for each state."""
 
     def next(self, branch: str, step: int, micro_step: int) -> str:
@@ -269,7 +271,7 @@ class Drawn:
         return secrets.token_hex(_DIGITS // 2)
 
 
-class Agreed:
+class DerivedUids:
     """The same uids on every rank that captures at the same steps in the same order. All trackers
     of a process share one.
 
@@ -305,7 +307,7 @@ def is_late(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
+class LateNumbers:
     """The numbers of one capture that are on devices.
 
     ``tensors`` has copies of the metrics' tensors, by name, then of the values' tensors.
@@ -316,7 +318,7 @@ class Arriving:
     tensors: list[torch.Tensor]
 
     @classmethod
-    def of(cls, metrics: Mapping[str, torch.Tensor], flat: Flat) -> Arriving | None:
+    def of(cls, metrics: Mapping[str, torch.Tensor], flat: Flat) -> LateNumbers | None:
         """The late numbers of a capture; None if there are none. Runs on the training thread,
         which may change them once this returns."""
         if not metrics and not flat.has_numbers:
@@ -345,7 +347,7 @@ class Arriving:
         return msgspec.Raw(encode_values(whole))
 
 
-# --- Items of the engine's own steps: what each step reads, and what it adds ---
+# --- A capture whose bytes are in memory, and its manifest ---
 
 
 @dataclass(slots=True)
@@ -370,7 +372,7 @@ class Work:
     before: tuple[str, str] | None = None
     manifest: Manifest | None = None
     bytes_new: int = 0
-    entry: Entry | None = None
+    entry: PendingRecord | None = None
     rank: int | None = None
     reduce: Reduce = FIRST
     form: str = ""
@@ -378,12 +380,12 @@ class Work:
     is_from_device: bool = False
 
     def digested(self) -> Manifest:
-        """The manifest, once ``digest`` has made it."""
+        """The manifest, once the chunks are digested."""
         assert self.manifest is not None, "digest comes first"
         return self.manifest
 
-    def be_told(self, tier: Tier, holder: str) -> Entry:
-        """The ``entry`` for the journal, now that the state is in a tier of which ``holder``
+    def make_record(self, tier: Tier, holder: str) -> PendingRecord:
+        """The ``entry`` for the outbox, now that the state is in a tier of which ``holder``
         names the place."""
         digest, total = self.digested().digest, sum(self.lengths)
         new = NewState(
@@ -395,25 +397,50 @@ class Work:
             tier=tier.name,
             node=holder,
         )
-        self.entry = Entry(new, self.before, self.rank, self.reduce, self.form)
+        self.entry = PendingRecord(new, self.before, self.rank, self.reduce, self.form)
         return self.entry
 
 
-@dataclass(slots=True)
-class Writing:
-    """A state of the memory tier that has to be written.
+def manifest_of(
+    facts: StateFacts, content: Content, parent_digests: tuple[str, ...], *, rank: int = 0
+) -> Manifest:
+    """The manifest that is kept with the bytes of a state made here. ``parent_digests`` belong to
+    ``facts.parents``, in order.
 
-    ``base`` is a manifest on disk that shares as many chunks as are known to be shared. With
-    ``is_of_base``, both are captures of one line of this process. ``manifest`` is what was written,
-    with its places, and ``size`` is how many bytes that added to the disk. Both are set after the
-    write.
+    A part of several names no parents yet, because they are unknown: see ``finished``.
     """
+    is_part = facts.world_size > 1
+    origin = Origin(
+        uid=facts.uid,
+        parents=() if is_part else facts.parents,
+        parent_digests=() if is_part else parent_digests,
+        run=facts.run,
+        branch=facts.branch,
+        step=facts.step,
+        micro_step=facts.micro_step,
+        created_at_us=to_us(facts.created_at),
+        message=facts.message,
+        metrics=facts.metrics,
+        attributes=facts.attributes,
+        rank=rank,
+        world_size=facts.world_size,
+    )
+    return Manifest(VERSION, digest_of(content, origin), origin, content)
 
-    uid: str
-    base: Manifest | None
-    is_of_base: bool
-    manifest: Manifest | None = None
-    size: int = 0
+
+def finished(part: Manifest, state: State, parent_digests: tuple[str, ...]) -> Manifest:
+    """The manifest of a part once its state is whole. It has the lineage's facts of the state, so
+    that they can be read from any part."""
+    origin = msgspec.structs.replace(
+        part.origin,
+        parents=state.parents,
+        parent_digests=parent_digests,
+        created_at_us=to_us(state.created_at),
+        message=state.message,
+        metrics=state.metrics,
+        attributes=state.attributes,
+    )
+    return msgspec.structs.replace(part, origin=origin)
 
 
 # --- Lines: one tracker on one branch, and its captures before they are digested ---
@@ -459,10 +486,10 @@ class Line:
     run: Run | None = None
     has_placed: bool = False
     error: BaseException | None = None
-    edits: Edits = field(default_factory=Edits, repr=False)
+    edits: TornTensors = field(default_factory=TornTensors, repr=False)
     is_patient: bool = True
     kin: Line | None = field(default=None, repr=False)
-    uids: Uids = field(default_factory=Drawn, repr=False)
+    uids: Uids = field(default_factory=RandomUids, repr=False)
     costs: Costs | None = field(default=None, repr=False)
     choice: CadenceChoice | None = field(default=None, repr=False)
     keeps_bests: bool = False
@@ -515,7 +542,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class Staged:
+class StagedCapture:
     """A capture on its way: what is known of it before its bytes are digested, and ``work``, the
     result of the engine's steps.
 
@@ -530,7 +557,7 @@ class Staged:
     values: msgspec.Raw
     facts: StateFacts
     job: CopyJob | None = field(default=None, repr=False)
-    arriving: Arriving | None = field(default=None, repr=False)
+    late_numbers: LateNumbers | None = field(default=None, repr=False)
     work: Work | None = field(default=None, repr=False)
     taken_at: float | None = None
     held_s: float | None = None
@@ -539,16 +566,16 @@ class Staged:
     def settle(self) -> None:
         """Fill in, now that the bytes are there, the numbers that were still on a device when
         the capture was taken."""
-        if self.arriving is not None and self.job is not None and self.job.error is None:
+        if self.late_numbers is not None and self.job is not None and self.job.error is None:
             found = [tensor.item() for tensor in self.job.numbers]
             self.facts = replace(
-                self.facts, metrics=self.arriving.metrics_with(self.facts.metrics, found)
+                self.facts, metrics=self.late_numbers.metrics_with(self.facts.metrics, found)
             )
-            self.values = self.arriving.values_with(self.values, found)
+            self.values = self.late_numbers.values_with(self.values, found)
 
-    def taken(self) -> Taken:
+    def taken(self) -> CaptureFacts:
         """The facts of this capture for its training's policy."""
-        return Taken(
+        return CaptureFacts(
             self.taken_at, self.held_s, self.facts.step, self.facts.metrics, self.layout.bytes_total
         )
 

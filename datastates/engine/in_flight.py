@@ -1,4 +1,4 @@
-"""``Register``: the states of this process that are in flight or in memory, their lines, and the
+"""``InFlight``: the states of this process that are in flight or in memory, their lines, and the
 handles that report on them."""
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from datastates.system.logs import event
 from datastates.system.telemetry import Recorder
 from datastates.system.threads import Notifier
 
-from .cadence_stats import Taken
-from .handle import Line, Progress, Staged
-from .outbox import Journal, Listener
+from .cadence_stats import CaptureFacts
+from .copies import Copies
+from .handle import Line, Progress, StagedCapture, finished
+from .outbox import Listener, Outbox
 from .processors import Processors
-from .rank_reports import Entry
+from .rank_reports import PendingRecord
 from .scheduler import Action, Engine, Event, Recorded, Wanted
-from .steps import Copies, finished
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class LineageContext:
     """What it takes to report to the lineage: the database, this process's run and folder, and
     ``holder``, the name of its memory."""
 
@@ -46,8 +46,8 @@ class Books:
 
 
 @dataclass(frozen=True, slots=True)
-class Locked:
-    """The engine, and the lock that guards it and the register. No I/O happens under the lock.
+class LockedEngine:
+    """The engine, and the lock that guards it and ``InFlight``. No I/O happens under the lock.
     ``changed`` is signalled after a change.
 
     ``post`` passes an event to the engine, under the lock.
@@ -59,7 +59,7 @@ class Locked:
     post: Callable[[*tuple[Event, ...]], list[Action]]
 
 
-class Register:
+class InFlight:
     """Keeps, for each state, its line and the progress that its handle shows, and updates them as
     the lineage and the tiers report.
 
@@ -68,8 +68,8 @@ class Register:
 
     def __init__(
         self,
-        books: Books,
-        locked: Locked,
+        context: LineageContext,
+        locked: LockedEngine,
         *,
         memory: MemoryTier,
         local: LocalTier,
@@ -80,11 +80,11 @@ class Register:
     ) -> None:
         self._recorder = recorder
         self._engine, self._lock, self._changed = locked.engine, locked.lock, locked.changed
-        self.folder = books.folder
+        self.folder = context.folder
         self._memory, self._processors = memory, processors
         self._copies, self._on_marked = copies, on_marked
         self._post = locked.post
-        self._taken: dict[str, Taken] = {}
+        self._taken: dict[str, CaptureFacts] = {}
         """For each part whose state is not whole yet, the facts for its training's policy."""
         self._progress: dict[str, Progress] = {}
         self._lines: dict[str, Line] = {}
@@ -97,18 +97,18 @@ class Register:
         listener = Listener(
             self._on_recorded,
             self._on_durable,
-            self._on_untold,
+            self._on_refused,
             self._on_whole,
             self._on_given_up,
             self._on_wanted,
             self._on_lost,
         )
-        self.journal = Journal(
-            database=books.database,
+        self.outbox = Outbox(
+            database=context.database,
             local=local,
-            run=books.run,
-            folder=books.folder,
-            holder=books.holder,
+            run=context.run,
+            folder=context.folder,
+            holder=context.holder,
             listener=listener,
         )
 
@@ -119,8 +119,8 @@ class Register:
 
     # --- entering ---------------------------------------------------------------------------------
 
-    def begin(self, staged: Staged) -> None:
-        """Register a capture that is on its way."""
+    def begin(self, staged: StagedCapture) -> None:
+        """InFlight a capture that is on its way."""
         with self._lock:
             self._progress[staged.progress.uid] = staged.progress
 
@@ -133,7 +133,7 @@ class Register:
         with self._lock:
             self._lines[uid] = line
 
-    def await_others(self, staged: Staged) -> None:
+    def await_parts(self, staged: StagedCapture) -> None:
         """Note that a part is in memory. Its state is whole once other ranks have recorded their
         parts.
 
@@ -161,7 +161,7 @@ class Register:
 
     # --- failing ----------------------------------------------------------------------------------
 
-    def refuse(self, staged: Staged, error: BaseException) -> None:
+    def refuse(self, staged: StagedCapture, error: BaseException) -> None:
         """Note that a capture failed, and is nowhere. A second call changes nothing."""
         _logger.debug("capture of step %s failed", staged.facts.step, exc_info=error)
         uid = staged.progress.uid
@@ -183,13 +183,13 @@ class Register:
             with self._lock:
                 self._note(line, error)
 
-    def break_off(self, staged: Staged, error: BaseException) -> None:
+    def abort(self, staged: StagedCapture, error: BaseException) -> None:
         """Note that the engine failed after it took a capture.
 
         The handle gets the error here, unless the capture is recorded or waits for that.
         """
         self.note(staged.line, error)
-        if staged.progress.state is None and not self.journal.is_pending(staged.progress.uid):
+        if staged.progress.state is None and not self.outbox.is_pending(staged.progress.uid):
             staged.progress.fail(staged.progress.error or error)
 
     def fail_write(self, uid: str, error: BaseException) -> None:
@@ -249,11 +249,11 @@ class Register:
     def hold_up(self) -> None:
         """Give an error to callers that wait for a state which cannot be recorded, once that has
         taken too long."""
-        overdue = self.journal.overdue()
+        overdue = self.outbox.overdue()
         if overdue is not None:
             with self._lock:
                 for uid, progress in self._progress.items():
-                    if self.journal.is_pending(uid):
+                    if self.outbox.is_pending(uid):
                         progress.hold_up(overdue)
 
     # --- leaving ----------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Register:
         Runs under the lock.
         """
         freed = self._memory.remove(uid)
-        self.journal.evict([uid])
+        self.outbox.evict([uid])
         self._forget(uid, why)
         return freed
 
@@ -284,19 +284,21 @@ class Register:
             uids = [uid for uid in self._progress if not self._copies.is_pending(uid)]
         self.give_up(uids, why)
 
-    # --- callbacks of the journal, on any thread ---
+    # --- callbacks of the outbox, on any thread ---
 
-    def hand_on(self, state: State, branch: str | None, progress: Progress | None = None) -> None:
+    def put_to_processors(
+        self, state: State, branch: str | None, progress: Progress | None = None
+    ) -> None:
         """Show the user's processors a state that was made here."""
         current, on_failed = (
             (partial(_current, progress), progress.note)
             if progress is not None
-            else (lambda: state, _unheard)
+            else (lambda: state, _log_failure)
         )
         with self._lock:
             self._processors.put(current, branch, on_failed)
 
-    def _on_recorded(self, entry: Entry, state: State, moved: Conflict | None) -> None:
+    def _on_recorded(self, entry: PendingRecord, state: State, moved: Conflict | None) -> None:
         """Note that the lineage has a state."""
         with self._lock:
             progress, line = self._progress.get(state.uid), self._lines.get(state.uid)
@@ -307,13 +309,13 @@ class Register:
                 return  # this was reported before
             self._recorder.count("recorded")
             progress.advance(state)
-        self.hand_on(state, entry.new.facts.branch, progress)
+        self.put_to_processors(state, entry.new.facts.branch, progress)
         for listener in () if line is None else line.listeners:
             listener(state)
         if state.uid in self._left:
-            self._forget_left(state.uid)
+            self._forget_evicted(state.uid)
 
-    def _on_whole(self, entry: Entry, outcome: Outcome) -> None:
+    def _on_whole(self, entry: PendingRecord, outcome: Outcome) -> None:
         """Note that a state with a part of this process is whole. From now on it is in memory like
         any other."""
         uid, state = entry.new.uid, outcome.state
@@ -343,14 +345,14 @@ class Register:
                 f"state {uid} left the memory of another rank before it became durable there: make"
                 " more states durable"
             )
-        self._forget_left(uid)
+        self._forget_evicted(uid)
 
     def _on_wanted(self, uid: str, is_near: bool) -> None:
         """Do as another rank does: write this rank's part of a state that becomes durable there,
         or pass it on to the further tiers."""
         self._post(Wanted(uid, is_near))
 
-    def _on_given_up(self, entry: Entry, given_up: GivenUp) -> None:
+    def _on_given_up(self, entry: PendingRecord, given_up: GivenUp) -> None:
         """Drop this process's part of a state that will never be whole. Its line continues from the
         state before it."""
         uid, facts = entry.new.uid, entry.new.facts
@@ -406,20 +408,20 @@ class Register:
             if is_near:
                 self._near[uid] = ranks, None if progress is None else weakref.ref(progress)
         if not is_near:
-            self.journal.pass_on(uid)  # the other ranks may have been told otherwise
+            self.outbox.pass_on(uid)  # the other ranks may have been told otherwise
             self._copies.put(uid, ranks, progress)
-        self._forget_left(uid)
+        self._forget_evicted(uid)
 
     def pass_on(self, uids: Iterable[str]) -> None:
         """Send durable states that were kept near on to the further tiers. Runs under the lock."""
         for uid in uids:
-            self.journal.pass_on(uid)
+            self.outbox.pass_on(uid)
             ranks, progress = self._near.pop(uid, ((0,), None))
             self._copies.put(
                 uid, ranks, self._progress.get(uid) if progress is None else progress()
             )
 
-    def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
+    def _on_refused(self, uid: str, error: Exception, entry: PendingRecord | None) -> None:
         """Note that the lineage refused a state late, or its replica on disk. A refused state
         leaves memory, and its line continues from the one before."""
         with self._lock:
@@ -434,7 +436,7 @@ class Register:
                 self._memory.remove(uid)
                 self._forget(uid, str(error))
 
-    # All below runs under the lock, except ``_forget_left``
+    # All below runs under the lock, except ``_forget_evicted``
 
     def _note(self, line: Line, error: BaseException) -> None:
         """Keep an error for the next caller that uses the line."""
@@ -443,7 +445,7 @@ class Register:
 
     def _forget(self, uid: str, why: str) -> None:
         self._engine.forget(uid)
-        if self.journal.is_pending(uid):
+        if self.outbox.is_pending(uid):
             self._left[uid] = why  # its handle is told after the lineage
             return
         self._lines.pop(uid, None)
@@ -451,9 +453,9 @@ class Register:
         if progress is not None and uid not in self._near and not self._copies.is_pending(uid):
             progress.give_up(why)
 
-    def _forget_left(self, uid: str) -> None:
+    def _forget_evicted(self, uid: str) -> None:
         with self._lock:
-            if uid in self._left and not self.journal.is_pending(uid):
+            if uid in self._left and not self.outbox.is_pending(uid):
                 self._forget(uid, self._left.pop(uid))
         self._changed.notify_all()
 
@@ -463,5 +465,5 @@ def _current(progress: Progress) -> State:
     return progress.state
 
 
-def _unheard(error: ProcessorFailed) -> None:
+def _log_failure(error: ProcessorFailed) -> None:
     """Log the error of a merge, which has no handle."""

@@ -6,8 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 from datastates.config import BackPressure
@@ -29,9 +28,11 @@ from datastates.system.memory import available_memory_bytes
 from datastates.system.threads import Notifier
 
 from .handle import Line
-from .in_flight import Locked, Register
-from .scheduler import Action, Refuse, RoomNeeded
-from .threads import Rounds, Watch
+from .in_flight import InFlight, LockedEngine
+from .periodic import Rounds
+from .processors import Processors
+from .scheduler import Refuse, RoomNeeded
+from .writer import StallDetector
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ _REFUSED_S = 1.0
 written to disk, in seconds."""
 
 
-class Warmer:
+class Prefaulter:
     """Warms the arena for as many states as are kept, by the bytes that one state of each line
     takes. Safe from any thread.
 
@@ -248,24 +249,7 @@ _MOST_IN_FLIGHT = 64
 is their only limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """The runner's callbacks when memory is needed.
-
-    ``post`` passes an event to the engine. ``check_open`` raises when no more captures are
-    accepted. ``backlog`` counts recorded states that users' processors have not seen. They keep
-    their memory as captures in flight do. ``watch`` checks whether the lineage and the disk make
-    progress. ``skipped`` is called for each capture that was skipped because they do not.
-    """
-
-    post: Callable[[RoomNeeded], list[Action]]
-    check_open: Callable[[], None]
-    backlog: Callable[[], int]
-    watch: Watch
-    skipped: Callable[[], None]
-
-
-class Room:
+class SlotAllocator:
     """Gives out the slots of an arena."""
 
     def __init__(
@@ -273,20 +257,23 @@ class Room:
         arena: Arena,
         memory: MemoryTier,
         *,
-        warmer: Warmer,
+        prefaulter: Prefaulter,
         rounds: Rounds,
-        register: Register,
-        locked: Locked,
-        questions: Questions,
+        in_flight: InFlight,
+        locked: LockedEngine,
+        processors: Processors,
+        watch: StallDetector,
+        check_open: Callable[[], None],
     ) -> None:
-        self._arena, self._memory, self._warmer, self._rounds = arena, memory, warmer, rounds
-        self._register, self._lock, self._changed = register, locked.lock, locked.changed
-        self._post, self._check_open, self._backlog = (
-            questions.post,
-            questions.check_open,
-            questions.backlog,
+        self._arena, self._memory, self._prefaulter, self._rounds = (
+            arena,
+            memory,
+            prefaulter,
+            rounds,
         )
-        self._watch, self._skipped = questions.watch, questions.skipped
+        self._in_flight, self._lock, self._changed = in_flight, locked.lock, locked.changed
+        self._post, self._check_open = locked.post, check_open
+        self._processors, self._watch = processors, watch
         self._next: tuple[int, ...] = ()
 
     @property
@@ -297,17 +284,26 @@ class Room:
 
     def expect(self, line: Line, size_bytes: int) -> None:
         """Expect captures of about this size; memory for them is made warm in the background."""
-        self._warmer.expect(line.name, _rounded(size_bytes))
+        self._prefaulter.expect(line.name, _rounded(size_bytes))
 
     def acquire(
         self,
-        lengths: tuple[int, ...],
+        lengths: Sequence[int],
         back_pressure: BackPressure,
         *,
         line: Line | None = None,
         within_s: float | None = None,
     ) -> list[int] | None:
-        """Slots for the chunks of a state; see ``Runner.acquire``."""
+        """Slots for the chunks of a state; None if there is no memory and the
+        back-pressure is ``skip``.
+
+        Blocks under ``wait`` and ``drop-oldest`` until memory is freed, but not longer than
+        ``within_s``: then the result is None. After a capture, which gives its ``line``, memory for
+        the next one of its size is freed ahead.
+
+        :raises OverBudget: the state could never fit, or nothing that is in its way can be written.
+        """
+        lengths = tuple(lengths)
         size = _size(lengths)
         if size > self._arena.capacity:
             raise self._excess(size)
@@ -321,18 +317,18 @@ class Room:
                 self._arena.capacity
             ):
                 slots = self._use_again(lengths, back_pressure) if line is not None else None
-                if slots is None and (line is None or not in_flight or self._warmer.is_given):
-                    slots = self._arena.acquire(lengths, within=self._warmer.within)
+                if slots is None and (line is None or not in_flight or self._prefaulter.is_given):
+                    slots = self._arena.acquire(lengths, within=self._prefaulter.within)
             if (
                 slots is None
                 and in_flight + backlog < _MOST_IN_FLIGHT
-                and (line is None or not in_flight or self._warmer.is_given)
+                and (line is None or not in_flight or self._prefaulter.is_given)
             ):
                 refused = self._make(lengths, back_pressure, line, since)
                 slots = (
                     None
                     if self._is_overfull(self._arena.capacity)
-                    else self._arena.acquire(lengths, within=self._warmer.within)
+                    else self._arena.acquire(lengths, within=self._prefaulter.within)
                 )
                 is_coming = (
                     slots is None
@@ -347,7 +343,7 @@ class Room:
                 return slots
             is_hopeless = refused is not None and not is_coming
             if line is not None and line.is_patient and (is_hopeless or self._watch.is_stuck()):
-                self._skipped()
+                self._watch.trouble.note_skipped()
                 return None
             if refused is not None and not is_coming:
                 raise self._refusal(size, refused, line)
@@ -371,8 +367,8 @@ class Room:
 
     def has(self, lengths: tuple[int, ...]) -> bool:
         """Whether chunks of these lengths fit now, within the memory that is meant for states."""
-        allowed = self._warmer.allowed(_size(lengths))
-        limit = self._arena.capacity if self._warmer.is_given else allowed
+        allowed = self._prefaulter.allowed(_size(lengths))
+        limit = self._arena.capacity if self._prefaulter.is_given else allowed
         return not self._is_overfull(limit) and self._arena.fits(lengths, within=allowed)
 
     def make_ahead(self, back_pressure: BackPressure) -> None:
@@ -382,6 +378,11 @@ class Room:
             self._post(RoomNeeded(self._next, is_blocked=False, back_pressure=back_pressure))
             if not self.has(self._next):
                 self._memory.recall(_size(self._next))
+
+    def _backlog(self) -> int:
+        """The number of states that keep their memory whatever the engine decides: processors have
+        not seen them, or they wait for parts of other ranks."""
+        return self._processors.backlog + self._in_flight.awaited
 
     def _may_have(self, lengths: tuple[int, ...], in_flight: int) -> bool:
         return in_flight > self._rounds.in_flight + self._backlog() or self.has(lengths)
@@ -402,17 +403,17 @@ class Room:
                 _budget(size),
             )
         self._next = lengths
-        self._warmer.expect(line.name, _rounded(size))
-        self._warmer.say(size)
-        self._rounds.room_bytes = self._warmer.allowed(size)
+        self._prefaulter.expect(line.name, _rounded(size))
+        self._prefaulter.say(size)
+        self._rounds.room_bytes = self._prefaulter.allowed(size)
 
     def _use_again(self, lengths: tuple[int, ...], back_pressure: BackPressure) -> list[int] | None:
         """Slots that are warm, or that may become warm next. If there are none, slots of states
         that may leave memory."""
-        slots = self._arena.acquire(lengths, within=self._warmer.allowed(_size(lengths)))
+        slots = self._arena.acquire(lengths, within=self._prefaulter.allowed(_size(lengths)))
         if slots is None:
             self._post(RoomNeeded(lengths, is_blocked=False, back_pressure=back_pressure))
-            slots = self._arena.acquire(lengths, within=self._warmer.allowed(_size(lengths)))
+            slots = self._arena.acquire(lengths, within=self._prefaulter.allowed(_size(lengths)))
         return slots
 
     def _make(
@@ -438,7 +439,7 @@ class Room:
     def _refusal(self, size: int, refused: Refuse, line: Line | None) -> OverBudget:
         """The error for a caller that waits for memory that cannot be freed, because writing
         failed."""
-        why = self._register.take_write_error(line) or "the disk is in trouble"
+        why = self._in_flight.take_write_error(line) or "the disk is in trouble"
         error = OverBudget(
             f"there is no room for a state of {size >> 20} MiB: memory is full with"
             f" {len(refused.uids)} states that are not to be lost and could not be written,"

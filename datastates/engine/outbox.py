@@ -1,5 +1,5 @@
-"""The journal of what this process records in the lineage: in order, late if the database is away,
-and again if the database has lost it. Also a clean end at exit and on signals.
+"""Ordered outbox for lineage writes: it buffers while the database is down, and records again what
+the database lost.
 
 Captures do not wait for the disk of a PostgreSQL server. A server that is killed therefore loses
 the commits of its last moments. A server that is restarted, or cut off, does not respond for a
@@ -24,22 +24,14 @@ Rules:
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import queue
-import signal
-import sys
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from datastates.errors import Conflict, DatastatesError, NotFound, Unavailable
 from datastates.lineage import lookup
@@ -58,9 +50,8 @@ from datastates.storage.tier import Placed
 from datastates.storage.tiers import CAPTURED
 from datastates.system.interrupts import Mutex
 from datastates.system.logs import event
-from datastates.system.threads import Latch
 
-from .rank_reports import Entry, Heard, Parts, Said, Skip, report, states_of, tell
+from .rank_reports import PendingParts, PendingRecord, Reply, Report, Skip, report, states_of, tell
 
 if TYPE_CHECKING:
     from datastates.lineage.session import Session
@@ -70,31 +61,31 @@ _MOST_GONE = 1000
 the next commit is made durable."""
 
 
-class Leaving:
+class Evictions:
     """The uids of states that left memory.
 
-    ``add`` and ``in`` are safe from any thread and never wait. The other methods need the journal's
+    ``add`` and ``in`` are safe from any thread and never wait. The other methods need the outbox's
     turn.
     """
 
     def __init__(self) -> None:
-        self._untold: list[str] = []
+        self._unrecorded: list[str] = []
         self._gone: list[str] = []
         self._changing = Mutex()
 
     def __contains__(self, uid: str) -> bool:
         """Whether a state left memory, and that was not recorded yet."""
-        return uid in self._untold
+        return uid in self._unrecorded
 
     def add(self, uids: Iterable[str]) -> None:
         """Note that these states left memory."""
         with self._changing:
-            self._untold += uids
+            self._unrecorded += uids
 
-    def untold(self, is_due: Callable[[str], bool] = lambda uid: True) -> list[str]:
+    def unrecorded(self, is_due: Callable[[str], bool] = lambda uid: True) -> list[str]:
         """The states that left memory and are not recorded as such, in order."""
         with self._changing:
-            return [uid for uid in self._untold if is_due(uid)]
+            return [uid for uid in self._unrecorded if is_due(uid)]
 
     def note(self, told: Collection[str]) -> None:
         """Note that these were recorded. A server that is killed may lose it."""
@@ -107,8 +98,8 @@ class Leaving:
         """Keep only these of the states that have to be recorded. Returns whether others were
         dropped."""
         with self._changing:
-            kept = [uid for uid in self._untold if is_kept(uid)]
-            is_less, self._untold = len(kept) < len(self._untold), kept
+            kept = [uid for uid in self._unrecorded if is_kept(uid)]
+            is_less, self._unrecorded = len(kept) < len(self._unrecorded), kept
         return is_less
 
     @property
@@ -128,7 +119,7 @@ class Leaving:
         return gone
 
 
-# --- Journal ---
+# --- Outbox ---
 
 
 _logger = logging.getLogger(__name__)
@@ -144,7 +135,7 @@ memory."""
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """The callbacks of a journal. They run on the thread that wrote to the lineage, which may be
+    """The callbacks of an outbox. They run on the thread that wrote to the lineage, which may be
     any.
 
     They are called when the lineage has a state (with the reason why its branch did not move, if it
@@ -155,16 +146,16 @@ class Listener:
     state durable (and whether that rank keeps it off further tiers), or has lost its part before.
     """
 
-    recorded: Callable[[Entry, State, Conflict | None], None]
+    recorded: Callable[[PendingRecord, State, Conflict | None], None]
     durable: Callable[[str, int], None]
-    failed: Callable[[str, Exception, Entry | None], None]
-    whole: Callable[[Entry, Outcome], None]
-    given_up: Callable[[Entry, GivenUp], None]
+    failed: Callable[[str, Exception, PendingRecord | None], None]
+    whole: Callable[[PendingRecord, Outcome], None]
+    given_up: Callable[[PendingRecord, GivenUp], None]
     wanted: Callable[[str, bool], None]
     lost: Callable[[str], None]
 
 
-class Journal:
+class Outbox:
     """Records states in the lineage. There is one for each process and repository.
 
     Every method is safe from any thread, and ``evict`` never waits.
@@ -191,12 +182,12 @@ class Journal:
         self._turn = Mutex()
         """Held during a transaction, so that records stay in order. Never taken under another
         lock."""
-        self._waiting: dict[str, Entry] = {}
+        self._waiting: dict[str, PendingRecord] = {}
         self._marks: dict[str, Sequence[Placed]] = {}
-        self._told: dict[str, Entry] = {}
-        self._past: deque[Entry] = deque(maxlen=_MOST_WAITING)
-        self._parts = Parts()
-        self._evicted = Leaving()
+        self._recorded: dict[str, PendingRecord] = {}
+        self._past: deque[PendingRecord] = deque(maxlen=_MOST_WAITING)
+        self._parts = PendingParts()
+        self._evicted = Evictions()
         self._away_since: float | None = None
         self._why = ""
         self.on_half: Callable[[], None] = lambda: None
@@ -242,7 +233,7 @@ class Journal:
 
     # --- recording ---
 
-    def record(self, entries: Sequence[Entry]) -> dict[str, Exception]:
+    def record(self, entries: Sequence[PendingRecord]) -> dict[str, Exception]:
         """Record states in one go, now or when the database is back. Returns, by uid, why some of
         them were refused.
 
@@ -265,7 +256,7 @@ class Journal:
             is_held = uid in held(session, [uid], tier=CAPTURED, node=self._holder)
             return lookup.state(session, uid) if is_held else None
 
-    def conclude(self, entry: Entry) -> bool:
+    def conclude(self, entry: PendingRecord) -> bool:
         """After an error while a state was recorded: whether the lineage has the state (the
         listener is then called), or it waits.
 
@@ -282,7 +273,7 @@ class Journal:
                     state = self.find(uid)
                     if state is None:
                         return False
-                    self._told[uid] = entry
+                    self._recorded[uid] = entry
             except Unavailable as error:
                 self._note_away(error)
             if state is None:
@@ -291,11 +282,11 @@ class Journal:
         self._listener.recorded(entry, state, None)
         return True
 
-    def _conclude_part(self, entry: Entry, rank: int) -> bool:
+    def _conclude_part(self, entry: PendingRecord, rank: int) -> bool:
         """``conclude`` for a part: whether it was recorded."""
         uid = entry.new.uid
         with self._turn:
-            if uid in self._parts or uid in self._told or uid in self._waiting:
+            if uid in self._parts or uid in self._recorded or uid in self._waiting:
                 return True
             try:
                 if self._away_since is None:
@@ -321,7 +312,7 @@ class Journal:
             if self._away_since is not None:
                 return
             try:
-                self._or_recall(partial(self._tell_marks, placed))
+                self._with_recall(partial(self._send_marks, placed))
             except Unavailable as error:
                 self._note_away(error)
                 return
@@ -330,7 +321,7 @@ class Journal:
                     self._marks.pop(uid, None)
                 raise
         for uid, each in placed.items():
-            self._tell_durable(uid, each)
+            self._report_durable(uid, each)
 
     # --- states of several parts ------------------------------------------------------------------
 
@@ -340,7 +331,7 @@ class Journal:
         self._parts.skip(skip)
 
     @property
-    def is_waiting_for_others(self) -> bool:
+    def is_waiting_for_parts(self) -> bool:
         """Whether a recorded part waits for other ranks' parts, or a missing part of this rank is
         still to be recorded."""
         return not self._parts.is_idle
@@ -354,7 +345,7 @@ class Journal:
     def has_news(self) -> bool:
         """Whether other ranks have to be informed of states of which this rank has no part, or of
         which it writes its part."""
-        return self._parts.is_to_tell
+        return self._parts.has_reports
 
     def missing(self, uid: str) -> str | None:
         """The parts of other ranks for which a state still waits, in words. None if it does not
@@ -386,8 +377,8 @@ class Journal:
         self._parts.pass_on(uid)
 
     def ask(self, patience_s: float | None = None) -> None:
-        """Query the results of parts that wait, and record the parts that this rank lacks. Parts
-        that have waited longer than ``patience_s`` are given up."""
+        """Query the results of parts that wait, and record the parts that this rank lacks.
+        PendingParts that have waited longer than ``patience_s`` are given up."""
         if (self._parts.is_idle and not self._parts.may_be_wanted) or self._away_since is not None:
             return
         with self._turn:
@@ -398,7 +389,7 @@ class Journal:
             except Unavailable as error:
                 self._note_away(error)
                 return
-            self._heed(said, heard)
+            self._apply_reply(said, heard)
 
     def begin(self, run: Run) -> None:
         """Note that a training of this process begins; the database may forget it as it may
@@ -407,7 +398,7 @@ class Journal:
 
     def evict(self, uids: Iterable[str]) -> None:
         """Note that states left this process's memory. It is recorded with the next state, or by
-        ``tell_evictions``."""
+        ``record_evictions``."""
         left = list(uids)
         self._evicted.add(left)
         self._parts.leave(left)
@@ -417,13 +408,13 @@ class Journal:
         return uid in self._evicted
 
     @retry_conflicts
-    def tell_evictions(self) -> None:
+    def record_evictions(self) -> None:
         """Record now which states left memory.
 
         :raises Unavailable: the database is away.
         """
         with self._turn:
-            self._evicted.note(self._or_recall(self._tell_evictions))
+            self._evicted.note(self._with_recall(self._record_evictions))
             self._forget_gone()
 
     # --- the database is away, or has forgotten ---------------------------------------------------
@@ -439,9 +430,9 @@ class Journal:
                 self._recall(self._waiting.values())
                 for entry in list(self._waiting.values()):
                     if entry.rank is None:
-                        self._tell_late(entry)
+                        self._send_late(entry)
                     else:
-                        self._tell_part_late(entry, entry.rank)
+                        self._send_part_late(entry, entry.rank)
                 for uid, placed in list(self._marks.items()):
                     self._mark_late(uid, placed)
             except Unavailable as error:
@@ -463,7 +454,7 @@ class Journal:
     def check(self, session: Session) -> bool:
         """Whether the newest recorded state of each branch is in the database. Lost commits include
         it."""
-        newest = {entry.new.facts.branch: uid for uid, entry in list(self._told.items())}
+        newest = {entry.new.facts.branch: uid for uid, entry in list(self._recorded.items())}
         return len(clones.known(session, newest.values())) == len(newest)
 
     def recall(self) -> None:
@@ -474,13 +465,13 @@ class Journal:
     # All below runs in turn
 
     def _record(
-        self, entries: Sequence[Entry]
+        self, entries: Sequence[PendingRecord]
     ) -> tuple[dict[str, State | None], dict[str, Exception]]:
         told: dict[str, State | None] = {}
         refused: dict[str, Exception] = {}
         try:
             if self._away_since is None:
-                self._tell_each(entries, told, refused)
+                self._send_each(entries, told, refused)
         except Unavailable as error:
             self._note_away(error)
         for entry in entries:
@@ -491,14 +482,17 @@ class Journal:
                     refused[entry.new.uid] = error
         return told, refused
 
-    def _tell_each(
-        self, entries: Sequence[Entry], told: dict[str, State | None], refused: dict[str, Exception]
+    def _send_each(
+        self,
+        entries: Sequence[PendingRecord],
+        told: dict[str, State | None],
+        refused: dict[str, Exception],
     ) -> None:
         """Record all entries in one transaction; if that fails, record them one by one, to find
         those that cannot be recorded."""
         if len(entries) > 1:
             try:
-                told.update(self._or_recall(partial(self._tell, entries), entries))
+                told.update(self._with_recall(partial(self._send, entries), entries))
             except Unavailable:
                 raise
             except Exception as error:  # whatever refuses one of them
@@ -510,7 +504,7 @@ class Journal:
                 refused[entry.new.uid] = refused[entry.new.facts.parent]
                 continue
             try:
-                told.update(self._or_recall(partial(self._tell, [entry]), [entry]))
+                told.update(self._with_recall(partial(self._send, [entry]), [entry]))
             except Unavailable:
                 raise
             except Exception as error:
@@ -518,7 +512,7 @@ class Journal:
                 # recorded
                 refused[entry.new.uid] = error
 
-    def _wait(self, entry: Entry) -> None:
+    def _wait(self, entry: PendingRecord) -> None:
         if len(self._waiting) >= _MOST_WAITING:
             raise Unavailable(
                 f"{_MOST_WAITING} states wait to be recorded, and the lineage does not answer"
@@ -537,7 +531,7 @@ class Journal:
                 extra=event("lineage.away", reason=self._why),
             )
 
-    def _or_recall(self, do: Callable[[], _T], coming: Sequence[Entry] = ()) -> _T:
+    def _with_recall(self, do: Callable[[], _T], coming: Sequence[PendingRecord] = ()) -> _T:
         """The result of ``do``, which is done again if the lineage had forgotten what it needs."""
         try:
             return do()
@@ -546,7 +540,7 @@ class Journal:
                 raise
             return do()
 
-    def _tell(self, entries: Sequence[Entry]) -> dict[str, State | None]:
+    def _send(self, entries: Sequence[PendingRecord]) -> dict[str, State | None]:
         """The recorded states. None for a part, whose state may or may not be whole now."""
         whole, told = (
             [entry for entry in entries if entry.rank is None],
@@ -562,31 +556,33 @@ class Journal:
         )
         states: list[State] = []
         if whole:
-            states, heard = self._tell_whole(whole, said)
+            states, heard = self._send_whole(whole, said)
         else:
             heard = report(self._database, said)
-        self._told.update((entry.new.uid, entry) for entry in whole)
+        self._recorded.update((entry.new.uid, entry) for entry in whole)
         self._evicted.note(evicted)
         if is_durable:
             self._forget_gone()
         self._parts.begin(told)
-        self._heed(said, heard)
+        self._apply_reply(said, heard)
         return {
             **{state.uid: state for state in states},
             **dict.fromkeys((entry.new.uid for entry in told), None),
         }
 
     @retry_conflicts
-    def _tell_whole(self, entries: Sequence[Entry], said: Said) -> tuple[list[State], Heard]:
+    def _send_whole(
+        self, entries: Sequence[PendingRecord], said: Report
+    ) -> tuple[list[State], Reply]:
         with self._database.write(durable=said.is_durable) as session:
             states = lineage_record.record_all(session, [entry.new for entry in entries])
             heard = tell(session, said)
         return states, heard
 
-    def _heed(self, said: Said, heard: Heard) -> None:
+    def _apply_reply(self, said: Report, heard: Reply) -> None:
         """Process the results about parts. Each part waits until its listener has returned.
 
-        Parts that the lineage lacks are recorded again.
+        PendingParts that the lineage lacks are recorded again.
         """
         if heard.forgotten:
             again = replace(
@@ -595,13 +591,13 @@ class Journal:
             )
             with suppress(Unavailable):  # the next question finds out
                 heard = report(self._database, again)
-        wanted = self._parts.heed(said, heard)
+        wanted = self._parts.apply_reply(said, heard)
         for uid, outcome in heard.outcomes.items():
             entry = self._parts.entry(uid)
             if outcome.given_up is not None:
                 self._listener.given_up(entry, outcome.given_up)
             else:
-                self._told[uid] = entry
+                self._recorded[uid] = entry
                 self._parts.become_whole(uid)
                 self._listener.whole(entry, outcome)
             self._parts.end(uid)
@@ -613,7 +609,7 @@ class Journal:
             else:
                 self._listener.lost(uid)
 
-    def _tell_late(self, entry: Entry) -> None:
+    def _send_late(self, entry: PendingRecord) -> None:
         new, moved, kept = entry.new, None, entry
         try:
             with self._database.read() as session:
@@ -622,10 +618,10 @@ class Journal:
                 state = lookup.state(session, new.uid) if is_known else None
             if state is None:
                 try:
-                    state = self._tell([entry])[new.uid]
+                    state = self._send([entry])[new.uid]
                 except Conflict as error:
                     moved, kept = error, replace(entry, new=new.without_branch())
-                    state = self._tell([kept])[new.uid]
+                    state = self._send([kept])[new.uid]
         except Unavailable:
             raise
         except DatastatesError as error:
@@ -634,12 +630,12 @@ class Journal:
             return
         assert state is not None, "it is no part"
         del self._waiting[new.uid]
-        self._told[new.uid] = kept
+        self._recorded[new.uid] = kept
         self._listener.recorded(entry, state, moved)
 
-    def _tell_part_late(self, entry: Entry, rank: int) -> None:
+    def _send_part_late(self, entry: PendingRecord, rank: int) -> None:
         try:
-            self._tell([entry])
+            self._send([entry])
         except Unavailable:
             raise
         except DatastatesError as error:
@@ -647,9 +643,9 @@ class Journal:
             self._listener.failed(entry.new.uid, error, entry)
         del self._waiting[entry.new.uid]
 
-    def _tell_marks(self, placed: Mapping[str, Sequence[Placed]]) -> None:
+    def _send_marks(self, placed: Mapping[str, Sequence[Placed]]) -> None:
         marks = tuple(self._mark_of(uid, part) for uid, each in placed.items() for part in each)
-        marked = report(self._database, Said(marks=marks, is_durable=True)).marked
+        marked = report(self._database, Report(marks=marks, is_durable=True)).marked
         for uid, each in placed.items():
             if marked[uid] is Status.CAPTURED:
                 # it has parts that are not on the disks of their ranks
@@ -670,22 +666,22 @@ class Journal:
 
     def _mark_late(self, uid: str, placed: Sequence[Placed]) -> None:
         try:
-            self._or_recall(partial(self._tell_marks, {uid: placed}))
+            self._with_recall(partial(self._send_marks, {uid: placed}))
         except Unavailable:
             raise
         except DatastatesError as error:
             del self._marks[uid]
             self._listener.failed(uid, error, None)
         else:
-            self._tell_durable(uid, placed)
+            self._report_durable(uid, placed)
 
-    def _tell_durable(self, uid: str, placed: Sequence[Placed]) -> None:
+    def _report_durable(self, uid: str, placed: Sequence[Placed]) -> None:
         if self._parts.is_half(uid):
             self.on_half()
         else:
             self._listener.durable(uid, _added(placed))
 
-    def _tell_evictions(self) -> list[str]:
+    def _record_evictions(self) -> list[str]:
         with self._database.write(durable=True) as session:
             evicted = self._leaving()
             replicas.evict(session, evicted, tier=CAPTURED, node=self._holder)
@@ -694,20 +690,24 @@ class Journal:
     def _leaving(self) -> list[str]:
         """The states that left memory and have to be recorded. None is recorded before the state
         itself."""
-        return self._evicted.untold(lambda uid: uid not in self._waiting and uid not in self._parts)
+        return self._evicted.unrecorded(
+            lambda uid: uid not in self._waiting and uid not in self._parts
+        )
 
     def _forget_gone(self) -> None:
         """Note that a commit was durable, and with it all earlier ones."""
-        self._past += [self._told.pop(uid) for uid in self._evicted.settle() if uid in self._told]
+        self._past += [
+            self._recorded.pop(uid) for uid in self._evicted.settle() if uid in self._recorded
+        ]
 
     @retry_conflicts
-    def _recall(self, coming: Iterable[Entry] = ()) -> bool:
+    def _recall(self, coming: Iterable[PendingRecord] = ()) -> bool:
         """Record again what the database has lost, runs and ancestors included. Returns whether
         there was anything. ``coming`` is recorded next."""
-        told = {**{entry.new.uid: entry for entry in self._past}, **self._told}
+        told = {**{entry.new.uid: entry for entry in self._past}, **self._recorded}
         with self._database.read() as session:
             unknown = [run for run in list(self._runs) if not _has_run(session, run.uid)]
-            known = clones.known(session, {**told, **dict.fromkeys(self._evicted.untold())})
+            known = clones.known(session, {**told, **dict.fromkeys(self._evicted.unrecorded())})
             ahead = {*self._waiting, *(entry.new.uid for entry in coming)}
             lost = self._lost(
                 session,
@@ -732,22 +732,24 @@ class Journal:
             for run in unknown:
                 runs.start(session, run)
             for entry in lost:
-                self._tell_again(session, entry)
+                self._record_again(session, entry)
             tell(
                 session,
-                Said(marks=tuple(self._mark_of(uid, placed) for (uid, _), placed in whole.items())),
+                Report(
+                    marks=tuple(self._mark_of(uid, placed) for (uid, _), placed in whole.items())
+                ),
             )
             gone = clones.known(
                 session,
                 {
                     *self._evicted.gone,
-                    *(entry.new.uid for entry in lost if entry.new.uid not in self._told),
+                    *(entry.new.uid for entry in lost if entry.new.uid not in self._recorded),
                 },
             )
             replicas.evict(session, gone, tier=CAPTURED, node=self._holder)
         # other ranks record theirs again, too
         self._parts.begin(
-            entry for entry in lost if entry.rank is not None and entry.new.uid in self._told
+            entry for entry in lost if entry.rank is not None and entry.new.uid in self._recorded
         )
         # parts whose memory is gone are recorded once: their states may never be whole
         self._past = deque(
@@ -763,12 +765,18 @@ class Journal:
         return True
 
     def _lost(
-        self, session: Session, told: dict[str, Entry], ahead: set[str], further: Iterable[str]
-    ) -> list[Entry]:
+        self,
+        session: Session,
+        told: dict[str, PendingRecord],
+        ahead: set[str],
+        further: Iterable[str],
+    ) -> list[PendingRecord]:
         """The entries that the database lacks: these states, ``further`` ones and their ancestors,
         parents first. ``ahead`` ones are recorded later."""
-        lost: dict[str, Entry] = {}
-        found: dict[str, Entry | None] = dict.fromkeys([*clones.known(session, told), *ahead])
+        lost: dict[str, PendingRecord] = {}
+        found: dict[str, PendingRecord | None] = dict.fromkeys(
+            [*clones.known(session, told), *ahead]
+        )
         stack = [*further, *reversed(told)]
         while stack:
             uid = stack[-1]
@@ -809,8 +817,8 @@ class Journal:
         return self._lost(session, told, ahead, further)
 
     def _of_runs(
-        self, session: Session, lost: Mapping[str, Entry], ahead: set[str]
-    ) -> dict[str, Entry]:
+        self, session: Session, lost: Mapping[str, PendingRecord], ahead: set[str]
+    ) -> dict[str, PendingRecord]:
         """Further forgotten states of the runs of ``lost`` ones.
 
         They are no known ancestors, as states between them were never on disk."""
@@ -822,7 +830,7 @@ class Journal:
         )
         return {entry.new.uid: entry for entry in found if entry.new.facts.run in runs_}
 
-    def _in_folder(self, session: Session, uid: str) -> Entry | None:
+    def _in_folder(self, session: Session, uid: str) -> PendingRecord | None:
         """A state that the database lacks, from its manifests; None if it is known, or not all
         of them are here."""
         manifests = {}
@@ -833,9 +841,9 @@ class Journal:
                 else self._local.sound(uid, 0).manifest.origin.world_size
             )
             manifests = {(uid, rank): self._local.sound(uid, rank).manifest for rank in range(size)}
-        return next((Entry(new, None) for new in states_of(manifests)), None)
+        return next((PendingRecord(new, None) for new in states_of(manifests)), None)
 
-    def _tell_again(self, session: Session, entry: Entry) -> None:
+    def _record_again(self, session: Session, entry: PendingRecord) -> None:
         new, facts = entry.new, entry.new.facts
         if clones.known(session, [new.uid]):  # another rank told it meanwhile
             return
@@ -893,144 +901,3 @@ def _has_run(session: Session, uid: str) -> bool:
 def _added(placed: Sequence[Placed]) -> int:
     """The bytes that parts added to the disk."""
     return sum(part.manifest.bytes_new for part in placed)
-
-
-# --- Clean ends: at exit, on Ctrl-C, SIGTERM and SIGHUP, and after a drop without a close ---
-# States that must become durable are still written.
-
-
-_SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-
-
-class Closable(Protocol):
-    """An object that is closed at exit."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Make durable what must be, and release everything.
-
-        ``error`` is the one that ended the process, if any."""
-
-
-class _Ender:
-    """The thread that ends dropped objects, in order."""
-
-    def __init__(self) -> None:
-        self._ends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="datastates-end", daemon=True).start()
-
-    def put(self, end: Callable[[], None]) -> None:
-        """Queue one call, without taking a Python lock: this may run while any lock is held, and
-        an interrupt comes before or after it."""
-        self._ends.put(end)
-
-    def settle(self) -> None:
-        reached = Latch()
-        self._ends.put(reached.set)
-        reached.wait()
-
-    def _run(self) -> None:
-        while True:
-            end = self._ends.get()
-            try:
-                end()
-                closed(end)
-            except BaseException:
-                # no caller is left for the error, and the next object must be ended too
-                _logger.exception("ending what was dropped without a close failed")
-            del end
-
-
-_open: weakref.WeakSet[Closable] = weakref.WeakSet()
-_ends: set[Callable[[], None]] = set()
-_owner: int | None = None
-_ender: _Ender | None = None
-_exit_code = 0  # the exit code of a signal that ends the process
-
-
-def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
-    """Close an object when the process ends. If it is collected without a close, a thread calls
-    ``end``. A forked child does neither for its parent.
-
-    ``end`` must not be the object's own ``close``, which would keep it alive. Call ``closed`` once
-    it was closed. Objects that a finalizer could not pass to the thread are ended at exit.
-    """
-    global _owner, _ender
-    if _owner != os.getpid():
-        _owner, _ender = os.getpid(), _Ender()
-        _open.clear()
-        _ends.clear()
-        atexit.register(_close_all)
-    take_signals()
-    _open.add(closable)
-    _ends.add(end)
-    weakref.finalize(closable, end_later, end, os.getpid()).atexit = False
-
-
-def closed(end: Callable[[], None]) -> None:
-    """Do not call ``end`` at exit: the object is closed."""
-    _ends.discard(end)
-
-
-def end_later(end: Callable[[], None], pid: int) -> None:
-    """Have a thread call ``end`` later, if this is the process ``pid``; the exit waits for it.
-    For finalizers: callable on any thread at any time."""
-    if pid == os.getpid() and _ender is not None:
-        _ender.put(end)
-
-
-def settle() -> None:
-    """Wait until everything dropped so far has ended."""
-    if _owner == os.getpid() and _ender is not None:
-        _ender.settle()
-
-
-def _close_all() -> None:
-    if _owner != os.getpid():
-        return
-    if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            if signal.getsignal(number) is _on_signal:
-                # the end is under way: a second signal must not break it off
-                signal.signal(number, signal.SIG_IGN)
-    for closable in list(_open):
-        try:
-            closable.close(_uncaught())
-        except Exception:  # the others must be closed too; an interrupt ends this
-            _logger.exception("closing a repository at exit failed")
-    settle()
-    for end in list(_ends):
-        try:
-            end()
-        except Exception:  # likewise
-            _logger.exception("ending a repository at exit failed")
-
-
-def _uncaught() -> BaseException | None:
-    """The uncaught error that ends the process, if any.
-
-    In an interactive session an error ends only the current line, so there is none."""
-    if _exit_code:
-        return SystemExit(_exit_code)
-    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-
-
-def take_signals() -> None:
-    """Turn SIGTERM and SIGHUP into ``SystemExit`` from now on, if this is the main thread and they
-    have no other handler."""
-    if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _on_signal)
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    global _exit_code
-    _exit_code = 128 + number
-    if threading.main_thread().is_alive():
-        raise SystemExit(_exit_code)
-    _close_all()  # the interpreter is ending, and nothing would catch the exception
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):
-            stream.flush()
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)

@@ -43,11 +43,11 @@ from datastates.system.devices import devices
 
 from .device_copies import (
     HOST,
-    Digested,
+    DeviceDigests,
+    FrozenChunks,
     Packing,
     Pairs,
     Route,
-    Stills,
     packing_of,
     routes_of,
     stills_of,
@@ -301,11 +301,11 @@ class CopyPlan:
     shares: Shares | None
     tripwire: Tripwire
     routes: dict[torch.device, Route]
-    stills: dict[torch.device, Stills]
+    stills: dict[torch.device, FrozenChunks]
     eager_bytes: int
     is_taught: bool = False
     packings: dict[torch.device, Packing] = field(default_factory=dict)
-    digested: dict[torch.device, Digested] = field(default_factory=dict)
+    digested: dict[torch.device, DeviceDigests] = field(default_factory=dict)
     placed: dict[tuple[torch.device, tuple[int, ...]], Pairs] = field(default_factory=dict)
     _marks: _Marks | None = None
 

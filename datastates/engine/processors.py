@@ -1,21 +1,4 @@
-"""The steps that every state takes, and the user's processors.
-
-The engine's own steps and the user's processors have the same shape: a name, a priority and
-``process``. Each step takes its own kind of item, on its own thread:
-
-    priority  step        item           thread
-    100       digest      Work           datastates-engine      digests the chunks and the state
-    200       dedup       Work           datastates-engine      moves the state into memory; frees
-                                                                the slots of chunks held already
-    300       record      Work           datastates-engine      records a round of captures in one
-                                                                transaction
-    400       write       Writing        datastates-writer      writes the states that become
-                                                                durable to disk
-    1000      processors  CapturedState  datastates-processors  calls the user's processors once
-                                                                the state is recorded
-
-Durable states are also put onto the user's tiers, on a separate thread (``steps.Copies``).
-"""
+"""The user's processors, and the thread that calls them with every recorded state."""
 
 from __future__ import annotations
 
@@ -25,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from datastates import values
 from datastates.errors import Closed, NotFound, ProcessorFailed, Unavailable
@@ -38,29 +20,8 @@ from datastates.storage.reading import read_tree
 from datastates.storage.tier import Reader
 from datastates.system.logs import event, reason_of
 
-Kind = TypeVar("Kind", contravariant=True)
-
-
-class Priority(IntEnum):
-    """The priorities of the engine's own steps; smaller numbers go first."""
-
-    DIGEST = 100
-    DEDUP = 200
-    RECORD = 300
-    WRITE = 400
-    OWN = 1000
-
-
-class Step(Protocol[Kind]):
-    """One step of the pipeline. One thread at a time calls it, in the order of the captures."""
-
-    name: str
-    priority: int
-
-    def process(self, item: Kind, /) -> None:
-        """Do this step for one state.
-
-        An error that it raises ends this state's way through the pipeline, and no other's."""
+_PRIORITY = 1000
+"""The default priority of a processor."""
 
 
 class CapturedState(Protocol):
@@ -116,10 +77,8 @@ class Processor(Protocol):
     name: str
     """The name of the processor in messages; unique among the processors of a repository."""
 
-    priority: int = Priority.OWN
-    """Its place among the processors of a repository.
-
-    All of them come after the engine's own steps up to ``record``."""
+    priority: int = _PRIORITY
+    """Its place among the processors of a repository; smaller numbers go first."""
 
     def process(self, captured: CapturedState, /) -> None:
         """Do something with a recorded state.
@@ -142,7 +101,7 @@ class Processor(Protocol):
 
 
 class HeldState:
-    """A ``CapturedState`` whose bytes stay in memory until ``let_go``.
+    """A ``CapturedState`` whose bytes stay in memory until ``release``.
 
     ``current`` returns how far the state has come by now."""
 
@@ -186,7 +145,7 @@ class HeldState:
         reader = self._open()
         return (reader.chunk(index) for index in range(len(reader.manifest.content.chunks)))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the bytes, so that they may leave memory."""
         self._is_over = True
         if self._reader is not None:
@@ -204,9 +163,6 @@ class HeldState:
                 " was away: its facts are left, and its bytes where Repository.load finds them"
             )
         return self._reader
-
-
-# The user's processors, and the thread that calls them.
 
 
 _logger = logging.getLogger(__name__)
@@ -303,7 +259,7 @@ class Processors:
             except BaseException as exc:
                 # likewise: the handle has the error, and the training goes on
                 self._note(processor, turn, exc)
-        turn.captured.let_go()
+        turn.captured.release()
 
     def _note(self, processor: Processor, turn: _Turn, error: BaseException) -> None:
         state = turn.captured.state

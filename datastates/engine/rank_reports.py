@@ -1,7 +1,8 @@
 """Reports of this process about states of several parts: its parts, the states that it waits for,
 and the states of which it has no part.
 
-``Said`` is what one transaction sends, and ``Heard`` its result. ``Parts`` keeps what waits.
+``Report`` is what one transaction sends, and ``Reply`` its result. ``PendingParts`` keeps what
+waits.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Report:
     """What one process sends to the lineage and queries in one transaction.
 
     It sends its parts, the parts that it lacks, what waited longer than ``patience_s``, which
@@ -81,7 +82,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Reply:
     """The result of a transaction for one process, used once it is committed.
 
     It has the results of states, which of its parts the lineage does not have, how safe states are,
@@ -96,7 +97,7 @@ class Heard:
     marked: dict[str, Status] = field(default_factory=dict)
 
 
-def tell(session: Session, said: Said) -> Heard:
+def tell(session: Session, said: Report) -> Reply:
     """Record what this process sends, and return the results, in this transaction."""
     if said.parts:
         record_parts(session, said.parts)
@@ -119,7 +120,7 @@ def tell(session: Session, said: Said) -> Heard:
         evict(session, said.evicted, tier=said.tier, node=said.holder)
     found, forgotten = outcomes(session, said.asked)
     wanted = wanted_parts(session, said.wanted)
-    return Heard(
+    return Reply(
         found,
         tuple(forgotten),
         {uid: wanted[uid] for uid in said.wanted if uid in wanted},
@@ -129,7 +130,7 @@ def tell(session: Session, said: Said) -> Heard:
 
 
 @retry_conflicts
-def report(database: Database, said: Said) -> Heard:
+def report(database: Database, said: Report) -> Reply:
     """Record this now, in a separate transaction, and return the results.
 
     :raises Unavailable: the database is away, or other transactions are in the way again and again.
@@ -142,14 +143,14 @@ def report(database: Database, said: Said) -> Heard:
         return tell(session, said)
 
 
-# --- Entry: a state to be recorded ---
+# --- PendingRecord: a state to be recorded ---
 
 
 _UID = re.compile("[0-9a-f]{24}")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PendingRecord:
     """A state to be recorded, and the tip of its line before it: its uid and digest.
 
     ``rank`` is the part of several that it is, ``reduce`` how the metrics of all parts are
@@ -198,19 +199,19 @@ def states_of(manifests: Mapping[tuple[str, int], Manifest]) -> Iterable[NewStat
         yield NewState(facts, digest, Status.EVICTED, bytes_total=total)
 
 
-# --- Parts that wait ---
+# --- PendingParts that wait ---
 
 
 _MOST_ASKED = 100
 """The number of newest states that are queried for whether other ranks make them durable."""
 
 
-class Parts:
-    """The parts of a journal, which calls this in its turn; only ``skip`` may be called at any
+class PendingParts:
+    """The parts of an outbox, which calls this in its turn; only ``skip`` may be called at any
     time, and never waits."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[Entry, float]] = {}
+        self._waiting: dict[str, tuple[PendingRecord, float]] = {}
         self._skips: dict[str, Skip] = {}
         self._unwritten: dict[str, int] = {}
         self._wishes: dict[str, int] = {}
@@ -224,10 +225,10 @@ class Parts:
     @property
     def is_idle(self) -> bool:
         """Whether nothing has to be recorded, and nothing waits."""
-        return not self._waiting and not self.is_to_tell
+        return not self._waiting and not self.has_reports
 
     @property
-    def is_to_tell(self) -> bool:
+    def has_reports(self) -> bool:
         """Whether something has to be recorded."""
         return bool(self._skips or self._wishes)
 
@@ -287,7 +288,7 @@ class Parts:
         for uid in uids:
             self._unwritten.pop(uid, None)
 
-    def entry(self, uid: str) -> Entry:
+    def entry(self, uid: str) -> PendingRecord:
         """The recorded entry of a part that waits."""
         return self._waiting[uid][0]
 
@@ -314,16 +315,16 @@ class Parts:
 
     def said(
         self,
-        entries: Sequence[Entry] = (),
+        entries: Sequence[PendingRecord] = (),
         *,
         late: Sequence[str] = (),
         patience_s: float | None = None,
-    ) -> Said:
+    ) -> Report:
         """The records to send in addition to these parts, and the queries."""
         told = {entry.new.uid: entry for entry, _ in self._waiting.values()} | {
             entry.new.uid: entry for entry in entries
         }
-        return Said(
+        return Report(
             parts=tuple(
                 PartReport(entry.new, _rank(entry), entry.reduce, entry.form) for entry in entries
             ),
@@ -344,7 +345,7 @@ class Parts:
 
     # --- once it is committed ---------------------------------------------------------------------
 
-    def begin(self, entries: Iterable[Entry]) -> None:
+    def begin(self, entries: Iterable[PendingRecord]) -> None:
         """Note that these parts were recorded: they wait now."""
         now = time.monotonic()
         for entry in entries:
@@ -358,7 +359,7 @@ class Parts:
         """Note that a state waits no longer."""
         self._waiting.pop(uid, None)
 
-    def heed(self, said: Said, heard: Heard) -> dict[str, bool]:
+    def apply_reply(self, said: Report, heard: Reply) -> dict[str, bool]:
         """Process the results of a transaction. Returns the states that others make durable, or put
         onto further tiers, and this rank does not yet, and whether they must stay near."""
         for skip in said.skips:
@@ -376,7 +377,7 @@ class Parts:
                 wanted[uid] = is_near
         return wanted
 
-    def settled(self, heard: Heard) -> list[tuple[str, int, bool]]:
+    def settled(self, heard: Reply) -> list[tuple[str, int, bool]]:
         """The states that no longer wait for the disks of others, with the bytes that this rank
         added, and whether they are durable."""
         found = []
@@ -386,6 +387,6 @@ class Parts:
         return found
 
 
-def _rank(entry: Entry) -> int:
+def _rank(entry: PendingRecord) -> int:
     assert entry.rank is not None, "it is a part"
     return entry.rank

@@ -4,13 +4,13 @@
     stage thread      copy.py           copies; passes each capture on, in order
     engine thread     commit.py         each round of captures into memory and into the lineage;
                                         then frees memory ahead
-    writer thread     threads.py        to disk; marked as durable
+    writer thread     writer.py         to disk; marked as durable
     arena thread      memory_budget.py  touches memory ahead of need
     processor thread  processors.py     the user's processors, if there are any
-    copies thread     steps.py          onto the user's tiers, if there are any
+    copies thread     copies.py         onto the user's tiers, if there are any
 
 One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the
-``Register``. No I/O happens under it.
+``InFlight``. No I/O happens under it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from datastates.config import BackPressure, Config
+from datastates.config import Config
 from datastates.errors import Closed, Conflict, Torn, Unavailable
-from datastates.lineage.states import NewState, Run, State, StateFacts, Status, Why
+from datastates.lineage.states import StateFacts, Why
 from datastates.policy.contract import Cadence, Policy
 from datastates.policy.retention import Best
 from datastates.state.manifest import Manifest
@@ -38,13 +37,14 @@ from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.telemetry import Recorder
 from datastates.system.threads import Notifier
 
-from . import threads
-from .commit import Coming, Commits, Named, Pipeline
+from .commit import Commits
+from .copies import Copies
 from .copy import CopyJob, Stager
 from .device_copies import Snapshots
-from .handle import Line, Progress, Staged
-from .in_flight import Books, Locked, Register
-from .memory_budget import Questions, Room, Warmer
+from .handle import Line, Progress, StagedCapture
+from .in_flight import InFlight, LineageContext, LockedEngine
+from .memory_budget import Prefaulter, SlotAllocator
+from .periodic import CadenceReports, Heartbeat, PartPolling, RefWatcher, Rounds
 from .processors import Processors
 from .rank_reports import Skip
 from .scheduler import (
@@ -52,6 +52,7 @@ from .scheduler import (
     Action,
     Adopted,
     BestKnown,
+    CadenceChanged,
     Closing,
     Engine,
     Event,
@@ -59,7 +60,6 @@ from .scheduler import (
     GiveUp,
     GiveWay,
     LineOpened,
-    Paced,
     PassOn,
     RoomNeeded,
     Tick,
@@ -67,16 +67,16 @@ from .scheduler import (
     Withdrawn,
     Write,
 )
-from .steps import Copies
-from .threads import Lookout, Paces, Polling, Pulse, Rounds, Trouble, Watch, Writer
-
-if TYPE_CHECKING:
-    from datastates.lineage.session import Session
+from .writer import StallDetector, Trouble, Writer
 
 _logger = logging.getLogger(__name__)
 
 _SAY_AGAIN_S = 0.2
 """The seconds between two reports of how many writes are left, to a caller that waits for them."""
+
+CHECK_EVERY_S = 1.0
+"""The time between two checks, in seconds: for so long a ref that another process made may be
+unknown here."""
 
 _FAILING_S = 3.0
 """How long a close after an error waits for parts of other ranks, in seconds."""
@@ -89,7 +89,7 @@ class Runner:
 
     def __init__(
         self,
-        books: Books,
+        context: LineageContext,
         config: Config,
         *,
         arena: Arena,
@@ -99,89 +99,83 @@ class Runner:
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
-        self._pulse = Pulse(beat)
+        self._heartbeat = Heartbeat(beat)
         self._trouble = Trouble()
         self.recorder = Recorder(config.trace)
         self._lock, self._changed = Mutex(), Notifier()
         self._engine = Engine(config.memory_latest)
-        self._paces = Paces(books.database)
+        self._paces = CadenceReports(context.database)
         self._processors = Processors(config.processors, memory, self._changed.notify_all)
-        self._copies = Copies(
-            local, further, books.database, self._changed.notify_all, config.group_patience_s
+        self.copies = Copies(
+            local, further, context.database, self._changed.notify_all, config.group_patience_s
         )
-        locked = Locked(self._engine, self._lock, self._changed, self._post)
-        self._register = Register(
-            books,
+        locked = LockedEngine(self._engine, self._lock, self._changed, self._post)
+        self.in_flight = InFlight(
+            context,
             locked,
             memory=memory,
             local=local,
             processors=self._processors,
-            copies=self._copies,
+            copies=self.copies,
             on_marked=self._on_marked,
             recorder=self.recorder,
         )
-        self._pipeline = Pipeline(
-            books, self._register, arena=arena, memory=memory, local=local, recorder=self.recorder
-        )
-        self._commits = Commits(
-            books,
-            self._register,
-            self._pipeline,
-            memory,
+        self.outbox = self.in_flight.outbox
+        self.commits = Commits(
+            context,
+            self.in_flight,
+            arena=arena,
+            memory=memory,
             adopt=self._adopt,
             post=self._post,
             recorder=self.recorder,
         )
         self.snapshots = Snapshots(config.device_bytes)
         self.stager = Stager(arena, memory.hold, self.snapshots)
-        self._rounds = Rounds()
-        self._polling = Polling(self._register.journal, self._rounds, config.group_patience_s)
+        self.rounds = Rounds()
+        self._polling = PartPolling(self.outbox, self.rounds, config.group_patience_s)
         self._engine_thread = threading.Thread(
             target=self._run_engine, name="datastates-engine", daemon=True
         )
-        self._writer = Writer(
-            self._pipeline, self._register, locked, self._trouble, self._copies, self.recorder
-        )
-        self._threads = [self._engine_thread, self._writer.thread]
-        self._watch = Watch(
+        self.writer = Writer(
+            self.in_flight,
+            locked,
             self._trouble,
-            self._register,
+            self.copies,
+            memory=memory,
+            local=local,
+            recorder=self.recorder,
+        )
+        self._threads = [self._engine_thread, self.writer.thread]
+        self._watch = StallDetector(
+            self._trouble,
+            self.in_flight,
             locked,
             recording=self._engine_thread,
-            writing=self._writer.thread,
+            writing=self.writer.thread,
         )
-        self._warmer = Warmer(
+        self._prefaulter = Prefaulter(
             arena, is_given=config.memory_bytes is not None, latest=config.memory_latest
         )
-        self._room = Room(
+        self.slots = SlotAllocator(
             arena,
             memory,
-            warmer=self._warmer,
-            rounds=self._rounds,
-            register=self._register,
+            prefaulter=self._prefaulter,
+            rounds=self.rounds,
+            in_flight=self.in_flight,
             locked=locked,
-            questions=Questions(
-                self._post,
-                self._raise_if_closed,
-                self._backlog,
-                self._watch,
-                self._trouble.note_skipped,
-            ),
+            processors=self._processors,
+            watch=self._watch,
+            check_open=self._raise_if_closed,
         )
         self._memory = memory
-        memory.on_let_go = self._changed.notify_all
+        memory.on_released = self._changed.notify_all
         self._asked = weakref.WeakValueDictionary[str, Progress]()
-        self._on_durable: Callable[[int], None] = lambda added: None
-        self._named = Named(books.database, self._register.journal)
-        self._lookout = Lookout(
-            (
-                self._pulse.beat,
-                self._watch.look,
-                self._warmer.look,
-                lambda: self._trouble.remind(self._engine.pending_writes),
-            ),
-            (self._register.journal.settle, self._look_at_refs, self._paces.note),
-        )
+        self.on_durable: Callable[[int], None] = lambda added: None
+        """Called with the bytes added whenever a state became durable, on any thread."""
+        self._named = RefWatcher(context.database, self.outbox)
+        self._checked_at = 0.0
+        self._check_error: str | None = None
         self._is_closed = self._is_closing = False
         self._is_abandoned = self._has_lost = False
         for thread in self._threads:
@@ -191,7 +185,7 @@ class Runner:
 
     def open_line(self, line: Line, cadence: Policy, size_bytes: int) -> None:
         """Begin a tracker; memory for captures of about this size is made warm meanwhile."""
-        self._room.expect(line, size_bytes)
+        self.slots.expect(line, size_bytes)
         self._paces.begin(line)
         if line.part is not None:
             self._named.join(line.part.rank, line.part.size)
@@ -209,10 +203,6 @@ class Runner:
         self.flush()
         self._post(BestKnown(line.name, bests))
 
-    def begin_run(self, run: Run) -> None:
-        """Note that a training was recorded as a run, which captures name from now on."""
-        self._register.journal.begin(run)
-
     def close_line(self, line: Line, *, is_failing: bool = False) -> None:
         """End a tracker: its head becomes durable (``drain`` waits for that)."""
         self._polling.patience_s = (
@@ -226,33 +216,10 @@ class Runner:
             self._polling.patience_s = self._config.group_patience_s
         self._post(Closing(line.name))
         self._paces.end(line)
-        self._warmer.forget(line.name)
-        self.snapshots.let_go()
+        self._prefaulter.forget(line.name)
+        self.snapshots.release()
 
-    def acquire(
-        self,
-        lengths: Sequence[int],
-        back_pressure: BackPressure,
-        *,
-        line: Line | None = None,
-        within_s: float | None = None,
-    ) -> list[int] | None:
-        """Slots for the chunks of a state. None if there is no memory and the back-pressure is
-        ``skip``.
-
-        Blocks under ``wait`` and ``drop-oldest`` until memory is freed, but not longer than
-        ``within_s``: then the result is None. After a capture, which names its ``line``, memory for
-        the next one of its size is freed ahead.
-
-        :raises OverBudget: the state could never fit, or nothing that is in its way can be written.
-        """
-        return self._room.acquire(tuple(lengths), back_pressure, line=line, within_s=within_s)
-
-    def release(self, slots: list[int]) -> None:
-        """Give back slots of a capture that did not come about."""
-        self._room.release(slots)
-
-    def submit(self, staged: Staged, *, is_deferring: bool) -> CopyJob:
+    def submit(self, staged: StagedCapture, *, is_deferring: bool) -> CopyJob:
         """Begin the copy of a capture. The engine continues from there."""
         job = staged.job
         assert job is not None
@@ -262,20 +229,20 @@ class Runner:
                 with self._lock:
                     self._raise_if_closed(is_closing=self._is_closing)
                     self._is_abandoned = False
-                    self._rounds.begin()
-                    self._register.begin(staged)
+                    self.rounds.begin()
+                    self.in_flight.begin(staged)
                 self.stager.begin(job, is_deferring=is_deferring)
             except BaseException as exc:
                 # A capture that was begun must finish, or the exit would wait for it for ever.
-                if self._register.has_begun(staged.progress.uid):
+                if self.in_flight.has_begun(staged.progress.uid):
                     self.stager.abandon(job, exc)
                 else:
                     job.is_copied.set()
-                    self.release(job.slots)
+                    self.slots.release(job.slots)
                 raise
         return job
 
-    def _copied(self, staged: Staged, job: CopyJob) -> None:
+    def _copied(self, staged: StagedCapture, job: CopyJob) -> None:
         """Runs on the stage thread."""
         try:
             staged.settle()
@@ -287,31 +254,15 @@ class Runner:
                 )
         except BaseException as exc:  # the handle raises it, whatever it is, and the thread goes on
             job.error = job.error or exc
-        self._rounds.put(staged)
-
-    def fence(self, job: CopyJob) -> None:
-        """Wait until a copy reads nothing any more: the host for host memory, the current stream
-        for device memory."""
-        self.stager.fence(job)
-
-    def hurry(self) -> None:
-        """Finish the captures so far sooner, because a caller waits for them."""
-        self._rounds.hurry()
+        self.rounds.put(staged)
 
     def want(self, uid: str) -> None:
         """Make a state durable."""
         self._is_abandoned = False
-        progress = self._register.progress_of(uid)
+        progress = self.in_flight.progress_of(uid)
         if progress is not None:
             self._asked[uid] = progress
         self._post(Wanted(uid))
-
-    def check_goal(self, goal: Status) -> None:
-        """Check that states of this repository can reach a status.
-
-        :raises InvalidInput: none of its tiers gives it, or a later one.
-        """
-        self._copies.check_goal(goal)
 
     def asked(self) -> Collection[str]:
         """The states that a caller wants to become durable, and whose handle it still has."""
@@ -320,18 +271,6 @@ class Runner:
     def withdrawn(self, uids: Iterable[str]) -> None:
         """Note that these states are no longer on this node's disk."""
         self._post(*(Withdrawn(uid) for uid in uids))
-
-    def when_durable(self, listener: Callable[[int], None]) -> None:
-        """Call ``listener`` whenever a state became durable."""
-        self._on_durable = listener
-
-    def when_full(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever a state could not be written because the disk is full, on any
-        thread. It must return at once and raise nothing.
-
-        It replaces the listener that was given before.
-        """
-        self._writer.on_full = listener
 
     def _adopt(self, uid: str, base: Manifest | None = None) -> None:
         """Pass a state that no line captured to the engine. It is in the memory tier and in the
@@ -342,18 +281,8 @@ class Runner:
         """
         with self._lock:
             self._raise_if_closed()
-            self._register.adopt(uid, base)
+            self.in_flight.adopt(uid, base)
         self._post(Adopted(uid))
-
-    def take_in(self, coming: Coming, record: Callable[[Session, NewState], State]) -> State:
-        """Take in a merge or a clone; see ``Commits.take_in``."""
-        return self._commits.take_in(coming, record)
-
-    def hand_on(self, state: State, branch: str | None) -> None:
-        """Show the user's processors a state that was made here and adopted: a merge.
-
-        Captures are handed on without this."""
-        self._register.hand_on(state, branch)
 
     def check_withdrawal(self, uid: str) -> None:
         """Raise unless a state in memory may be dropped.
@@ -361,7 +290,7 @@ class Runner:
         :raises Conflict: it is the tip of a training, or on its way into the lineage or to disk.
         """
         with self._lock:
-            reason = self._engine.hold_of(uid, is_captured=self._register.has_begun(uid))
+            reason = self._engine.hold_of(uid, is_captured=self.in_flight.has_begun(uid))
         if reason is not None:
             raise Conflict(f"state {uid} cannot be dropped: {reason}")
 
@@ -372,15 +301,11 @@ class Runner:
         ``check_withdrawal``.
         """
         with self._lock:
-            if self._engine.hold_of(uid, is_captured=self._register.has_begun(uid)) is not None:
+            if self._engine.hold_of(uid, is_captured=self.in_flight.has_begun(uid)) is not None:
                 return 0
-            freed = self._register.leave(uid, f"state {uid} was dropped before it became durable")
+            freed = self.in_flight.leave(uid, f"state {uid} was dropped before it became durable")
         self._changed.notify_all()
         return freed
-
-    def line_of(self, uid: str) -> Line | None:
-        """The line of a state in memory."""
-        return self._register.line_of(uid)
 
     def flush(self) -> None:
         """Wait until every capture so far is recorded or has failed, or waits in memory because the
@@ -388,13 +313,13 @@ class Runner:
 
         :raises Unavailable: the database does not answer at all, not even with an error.
         """
-        so_far = self._rounds.begun
-        self._rounds.hurry()
-        while not self._changed.wait_for(lambda: self._rounds.has_ended(so_far), _SAY_AGAIN_S * 5):
+        so_far = self.rounds.begun
+        self.rounds.hurry()
+        while not self._changed.wait_for(lambda: self.rounds.has_ended(so_far), _SAY_AGAIN_S * 5):
             self._watch.raise_if_stuck()
-        self._register.journal.settle()
-        if self._register.journal.is_waiting_for_others:
-            self._register.journal.ask()
+        self.outbox.settle()
+        if self.outbox.is_waiting_for_parts:
+            self.outbox.ask()
 
     def settle(self, line: Line) -> None:
         """Wait until every capture of a line is recorded, was given up or has failed, or waits in
@@ -409,15 +334,13 @@ class Runner:
     def _settle_parts(self) -> None:
         """Wait until the outcome of every part so far is known; this process's patience ends the
         wait."""
-        while self._register.awaited or self._register.journal.is_waiting_for_others:
-            overdue = self._register.journal.overdue()
+        while self.in_flight.awaited or self.outbox.is_waiting_for_parts:
+            overdue = self.outbox.overdue()
             if overdue is not None:
                 raise overdue
-            self._rounds.hurry()
+            self.rounds.hurry()
             self._changed.wait_for(
-                lambda: (
-                    not self._register.awaited and not self._register.journal.is_waiting_for_others
-                ),
+                lambda: not self.in_flight.awaited and not self.outbox.is_waiting_for_parts,
                 _SAY_AGAIN_S,
             )
 
@@ -425,23 +348,13 @@ class Runner:
         """Record for the other ranks that this rank has no part of a state. Does nothing for a line
         that captures no parts."""
         if line.part is not None:
-            self._register.journal.skip(Skip(facts, line.part.rank, why, reason))
-            self._rounds.wake()
-
-    def missing(self, uid: str) -> str | None:
-        """The ranks for which a state waits, as a text for people. None if it waits for none."""
-        return self._register.journal.missing(uid)
+            self.outbox.skip(Skip(facts, line.part.rank, why, reason))
+            self.rounds.wake()
 
     def refs_changed(self) -> None:
         """Protect and write what refs name, after some were made, moved or deleted."""
         self._is_abandoned = False
-        self._look_at_refs(is_forced=True)
-
-    @property
-    def needed_bytes(self) -> int:
-        """The memory that captures need to continue: for a state that is kept, one that is written
-        and one that is captured."""
-        return self._room.needed_bytes
+        self._check_refs(is_forced=True)
 
     def unwritten_clones(self) -> list[str]:
         """Clones that are in memory and not durable, the oldest first."""
@@ -453,12 +366,8 @@ class Runner:
         """The number at the moment of captures not yet recorded, and of states not yet written,
         copied or seen by processors."""
         with self._lock:
-            unwritten = (
-                self._rounds.in_flight
-                + self._engine.pending_writes
-                + self._register.journal.pending
-            )
-            return unwritten + self._copies.pending + self._processors.backlog
+            unwritten = self.rounds.in_flight + self._engine.pending_writes + self.outbox.pending
+            return unwritten + self.copies.pending + self._processors.backlog
 
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
         """Wait until all captures are recorded and every wanted state is durable (or has failed).
@@ -472,12 +381,12 @@ class Runner:
         failures = self._trouble.failures
         try:
             while (pending := self.pending_writes) and not self._is_abandoned:
-                overdue = self._register.journal.overdue() or self._watch.hopeless(failures)
+                overdue = self.outbox.overdue() or self._watch.hopeless(failures)
                 if overdue is not None:
                     raise overdue
                 if on_wait is not None:
                     on_wait(pending)
-                self._rounds.hurry()
+                self.rounds.hurry()
                 self._changed.wait_for(lambda: not self.pending_writes, _SAY_AGAIN_S)
         except KeyboardInterrupt:
             self._is_abandoned = True
@@ -488,13 +397,6 @@ class Runner:
         """Whether the last wait for states to become durable was ended by Ctrl-C, or because the
         disk did not take them in time."""
         return self._is_abandoned or self._has_lost
-
-    def errors(self) -> list[Exception]:
-        """The errors on lines of trackers that no tracker has raised.
-
-        Failures of clones were logged, because no caller waits for them.
-        """
-        return self._register.errors()
 
     def close(self) -> None:
         """Make the heads durable, wait, and end the threads. It is idempotent, and a call after an
@@ -510,7 +412,7 @@ class Runner:
                 self.stager.close()
                 self.flush()
                 self._settle_parts()
-                self._look_at_refs(is_forced=True)
+                self._check_refs(is_forced=True)
                 self._post(Closing(None))
                 self.drain()
                 with undisturbed():
@@ -528,27 +430,27 @@ class Runner:
                 for thread in self._threads:
                     thread.join()
                 self._processors.join()
-                self._copies.join()
+                self.copies.join()
 
     def _end(self) -> None:
         # they end with this process; durable states stay durable
-        self._register.journal.evict(self._memory.uids())
+        self.outbox.evict(self._memory.uids())
         if not self.is_held_up:
             with suppress(Unavailable):  # the next process that opens the repository finds out
-                self._register.journal.tell_evictions()
+                self.outbox.record_evictions()
         with self._lock:
             self._is_closed = True
-        self.snapshots.let_go()
-        self._writer.close()
-        self._register.give_up_all(
+        self.snapshots.release()
+        self.writer.close()
+        self.in_flight.give_up_all(
             "state {uid} was in memory only when its repository was closed: wait for it before"
             " that, or tag it"
         )
-        self._rounds.close()
+        self.rounds.close()
         self._processors.close(is_giving_up=self._is_abandoned)
-        self._copies.close()
-        self._warmer.close()
-        self._pulse.close()
+        self.copies.close()
+        self._prefaulter.close()
+        self._heartbeat.close()
 
     # --- nothing can be written, or recorded ------------------------------------------------------
 
@@ -568,7 +470,7 @@ class Runner:
     # --- the engine thread ------------------------------------------------------------------------
 
     def _run_engine(self) -> None:
-        while (captures := self._rounds.take(self._tick_delay())) is not None:
+        while (captures := self.rounds.take(self._tick_delay())) is not None:
             try:
                 if captures:
                     self._finish(captures)
@@ -579,45 +481,57 @@ class Runner:
                 # the log shows any error and the lines raise it, and the thread continues
                 _logger.exception("the engine failed; it goes on")
                 for staged in captures:
-                    self._register.break_off(staged, exc)
+                    self.in_flight.abort(staged, exc)
             finally:
                 for staged in captures:
                     staged.job = staged.work = None  # they keep the copied tensors alive
-                self._rounds.end(len(captures))
+                self.rounds.end(len(captures))
                 self._changed.notify_all()
                 self.recorder.add_up()
 
-    def _finish(self, captures: list[Staged]) -> None:
+    def _finish(self, captures: list[StagedCapture]) -> None:
         """Do the second half of these captures, step by step."""
         began, newest = time.monotonic(), captures[-1]
         try:
-            self._commits.take_round(captures)
+            self.commits.commit_round(captures)
         except BaseException as exc:  # the handles raise it, whatever it is
-            self._commits.settle(captures, exc)
+            self.commits.settle(captures, exc)
         self.recorder.span("round", began, time.monotonic(), newest.progress.uid, newest.facts.step)
-        self._look_around()
-        self._room.make_ahead(self._config.back_pressure)
+        self._check()
+        self.slots.make_ahead(self._config.back_pressure)
 
     def _tick_delay(self) -> float:
         with self._lock:
             due = self._engine.next_tick()
-        delay = min(threads.EVERY_S, self._polling.delay())
+        delay = min(CHECK_EVERY_S, self._polling.delay())
         return delay if due is None else min(delay, max(0.01, due - time.monotonic()))
-
-    def _backlog(self) -> int:
-        """The number of states that keep their memory whatever the engine decides: processors have
-        not seen them, or they wait for parts of other ranks."""
-        return self._processors.backlog + self._register.awaited
 
     def _tick(self) -> None:
         self._post(Tick(time.monotonic()))
-        self._look_around()
+        self._check()
 
-    def _look_around(self) -> None:
-        if self._lookout.look():
-            self._register.hold_up()
+    def _check(self) -> None:
+        """Once a second: report that this process works, and check writes, memory and lineage."""
+        if time.monotonic() - self._checked_at < CHECK_EVERY_S:
+            return
+        self._heartbeat.beat()
+        self._watch.look()
+        self._prefaulter.look()
+        self._trouble.remind(self._engine.pending_writes)
+        try:
+            self.outbox.settle()
+            self._check_refs()
+            self._paces.note()
+        except Exception as error:  # captures continue whatever the database raises
+            if self._check_error != repr(error):
+                _logger.exception("checking the lineage failed; it is tried again")
+            self._check_error = repr(error)
+        else:
+            self._check_error = None
+        self._checked_at = time.monotonic()
+        self.in_flight.hold_up()
 
-    def _look_at_refs(self, *, is_forced: bool = False) -> None:
+    def _check_refs(self, *, is_forced: bool = False) -> None:
         """Any thread."""
         changed = self._named.look(is_forced=is_forced)
         if changed is not None:
@@ -626,7 +540,7 @@ class Runner:
     # --- carrying out decisions, any thread -------------------------------------------------------
 
     def _on_marked(self, added: int) -> None:
-        self._on_durable(added)
+        self.on_durable(added)
         if self._config.on_step is not None:
             self._config.on_step("marked-durable")
 
@@ -649,7 +563,7 @@ class Runner:
                 if (
                     full is not None
                     and isinstance(event, RoomNeeded)
-                    and not self._room.has(event.lengths)
+                    and not self.slots.has(event.lengths)
                 ):
                     # more states may leave than were named
                     left.append(replace(event, is_blocked=isinstance(full, GiveWay)))
@@ -661,18 +575,18 @@ class Runner:
         match action:
             case Write(uids, near):
                 for uid in uids:
-                    self._register.journal.want(uid, is_near=uid in near)
-                self._tell_others()
-                self._writer.put(uids)
+                    self.outbox.want(uid, is_near=uid in near)
+                self._notify_ranks()
+                self.writer.put(uids)
             case Evict(uids, until):
                 self._evict(uids, until)
-            case Paced():
+            case CadenceChanged():
                 self._paces.take(action)
             case PassOn(uids):
-                self._register.pass_on(uids)
-                self._tell_others()
+                self.in_flight.pass_on(uids)
+                self._notify_ranks()
             case GiveUp(uids):
-                self._register.give_up(
+                self.in_flight.give_up(
                     uids,
                     "state {uid} gave way to newer ones before it was written"
                     " (back_pressure='drop-oldest')",
@@ -681,17 +595,17 @@ class Runner:
             case GiveWay(uids, until):
                 self._give_way(uids, until)
 
-    def _tell_others(self) -> None:
-        if self._register.journal.has_news:
-            self._rounds.wake()
+    def _notify_ranks(self) -> None:
+        if self.outbox.has_news:
+            self.rounds.wake()
 
     def _give_way(self, uids: tuple[str, ...], until: tuple[int, ...]) -> None:
         for uid in uids:
-            if self._room.has(until):
+            if self.slots.has(until):
                 return
             self._trouble.note_left(1)
             self.recorder.count("evicted")
-            self._register.leave(
+            self.in_flight.leave(
                 uid,
                 f"state {uid} left memory, which was full, before it could be written:"
                 f" {self._trouble.why}",
@@ -699,13 +613,13 @@ class Runner:
 
     def _evict(self, uids: tuple[str, ...], until: tuple[int, ...] | None) -> None:
         for uid in uids:
-            if until is not None and self._room.has(until):
+            if until is not None and self.slots.has(until):
                 return
             why = (
                 f"state {uid} left memory before it became durable: make more states durable, or"
                 " give more memory_bytes"
             )
-            self._register.leave(uid, why)
+            self.in_flight.leave(uid, why)
             self.recorder.count("evicted")
 
     def _raise_if_closed(self, *, is_closing: bool = False) -> None:

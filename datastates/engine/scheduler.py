@@ -63,9 +63,9 @@ from datastates.lineage.views.text import named_direction
 from datastates.policy.contract import CadenceChoice, Costs, Policy
 from datastates.policy.retention import Best
 
-from .cadence_stats import Pacing, Taken
+from .cadence_stats import CadenceFacts, CaptureFacts
 
-_UNTOLD = Taken()
+_UNTOLD = CaptureFacts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Recorded:
     uid: str
     line: str
     now: float
-    taken: Taken = _UNTOLD
+    taken: CaptureFacts = _UNTOLD
     is_last: bool = True
 
 
@@ -272,7 +272,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Paced:
+class CadenceChanged:
     """The costs so far of a line's captures and writes, and what its policy chose. ``has_changed``:
     the choice is new."""
 
@@ -290,7 +290,7 @@ class PassOn:
     uids: tuple[str, ...]
 
 
-Action = Write | Evict | GiveUp | GiveWay | Refuse | Paced | PassOn
+Action = Write | Evict | GiveUp | GiveWay | Refuse | CadenceChanged | PassOn
 
 
 # --- The engine ---
@@ -322,7 +322,7 @@ class _Line:
     ``keeps_bests``: by each metric whose name has a direction. ``is_safe``: the last write of
     one of its states succeeded."""
 
-    pacing: Pacing
+    pacing: CadenceFacts
     branch: str
     keeps_bests: bool = False
     head: str | None = None
@@ -401,7 +401,7 @@ class Engine:
     def _handle(self, event: Event) -> list[Action]:
         match event:
             case LineOpened(line, cadence, branch, size, keeps_bests):
-                self._lines[line] = _Line(Pacing(cadence, size), branch, keeps_bests)
+                self._lines[line] = _Line(CadenceFacts(cadence, size), branch, keeps_bests)
             case BestKnown(line_name, bests):
                 before, self._lines[line_name].bests = (
                     _bests_of(self._lines[line_name]),
@@ -625,7 +625,9 @@ class Engine:
                 further_s=write.further_s,
             )
             if name in own and line.pacing.costs is not None:
-                paced.append(Paced(name, line.pacing.costs, line.pacing.choice, has_changed))
+                paced.append(
+                    CadenceChanged(name, line.pacing.costs, line.pacing.choice, has_changed)
+                )
             if line.pacing.policy.is_computed:
                 self._want_if_due(line, ended)
         return paced

@@ -190,7 +190,7 @@ class _Tear:
     is_taught: bool
 
 
-class Edits:
+class TornTensors:
     """The torn captures of one tracker. The stage thread notes them, and the training thread learns
     from them.
 

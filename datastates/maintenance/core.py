@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 from datastates import values
 from datastates.config import Config
-from datastates.engine.in_flight import Books
-from datastates.engine.outbox import close_at_exit, closed
+from datastates.engine.in_flight import LineageContext
 from datastates.engine.runner import Runner
 from datastates.errors import Closed, DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.lineage import lookup
@@ -36,6 +35,7 @@ from datastates.storage.local import LocalTier
 from datastates.storage.memory import MemoryTier
 from datastates.storage.tier import Reader
 from datastates.storage.tiers import DURABLE, VOLATILE, Tiers
+from datastates.system.at_exit import close_at_exit, closed
 from datastates.system.files import FileLock
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.logs import event, say
@@ -158,7 +158,7 @@ class ProcessResources:
             self.shut_down()
         finally:
             self.database.close()
-        for error in self.runner.errors():
+        for error in self.runner.in_flight.errors():
             _logger.error(
                 "a repository was dropped without close, and what was in flight failed: %s",
                 error,
@@ -476,7 +476,7 @@ class Core:
                 runs.start(session, run)
             arena = Arena(budget)
             memory = MemoryTier(arena, holder(self.node, run.uid))
-            books = Books(self.database, run, folder, holder(self.node, run.uid))
+            books = LineageContext(self.database, run, folder, holder(self.node, run.uid))
             tiers = self.tiers
             runner = Runner(
                 books,
@@ -678,7 +678,7 @@ class Core:
         self.database.close()
         if self.engaged is not None:
             # states may be written after their tracker ended: tags make them durable
-            errors += self.engaged.runner.errors()
+            errors += self.engaged.runner.in_flight.errors()
         _raise_first(errors)
 
 

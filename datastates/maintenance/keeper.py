@@ -94,8 +94,8 @@ def keep(core: Core, branch: str, asked: Retention | None, state_bytes: int) -> 
         resources.keeper = keeper = Keeper(
             PruneContext.of(core), retention_of(core.config.retention)
         )
-        resources.runner.when_durable(keeper.on_durable)
-        resources.runner.when_full(keeper.on_full)
+        resources.runner.on_durable = keeper.on_durable
+        resources.runner.writer.on_full = keeper.on_full
         if core.config.retention not in (DEFAULT, Retention.all()):
             _logger.info("states on disk are kept by %r%s", str(core.config.retention), keeper.said)
     resources.keeper.follow(branch, asked, state_bytes)

@@ -87,7 +87,7 @@ class _State:
 class MemoryTier(Tier):
     """States within the budget of an arena, content-addressed: equal chunks share a slot.
 
-    ``on_let_go`` is called when the last reader of a removed state has closed, on its thread."""
+    ``on_released`` is called when the last reader of a removed state has closed, on its thread."""
 
     name = "memory"
     gives = Status.CAPTURED
@@ -96,7 +96,7 @@ class MemoryTier(Tier):
         self._arena, self.node = arena, node
         self._states: dict[str, _State] = {}
         self._lingering: dict[int, _State] = {}  # removed, but still kept by readers
-        self.on_let_go: Callable[[], None] = lambda: None
+        self.on_released: Callable[[], None] = lambda: None
         self._chunks: dict[_Key, list[Held]] = {}
         self._shared = Counter[int]()
         self._beside = 0
@@ -152,7 +152,7 @@ class MemoryTier(Tier):
         self, keys: Iterable[tuple[bytes, int]], party: str = OURS
     ) -> dict[tuple[bytes, int], Held]:
         """Hold the chunks, by digest and length, that are ours or the party's. They stay until
-        ``settle`` or ``let_go``."""
+        ``settle`` or ``release``."""
         with self._lock:
             self._check_open()
             found = {key: self._known(key, party) for key in dict.fromkeys(keys)}
@@ -161,7 +161,7 @@ class MemoryTier(Tier):
                 chunk.uses += 1
             return held
 
-    def let_go(self, held: Iterable[Held]) -> None:
+    def release(self, held: Iterable[Held]) -> None:
         with self._lock:
             self._unuse(held)
 
@@ -231,7 +231,7 @@ class MemoryTier(Tier):
                 )
             return self.settle(manifest, held, filled)
         except BaseException:
-            self.let_go(held.values())
+            self.release(held.values())
             self._arena.take_back(filled)
             raise
 
@@ -355,7 +355,7 @@ class MemoryTier(Tier):
                 self._lingering.pop(id(state), None)
                 self._unuse(state.chunks)
         if is_last:
-            self.on_let_go()
+            self.on_released()
 
     # All below runs under the lock
 

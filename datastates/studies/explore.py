@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 from datastates import values
 from datastates.collective import AnyGroup, Group
-from datastates.engine.outbox import take_signals
 from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.states import Revision, State
 from datastates.lineage.write import attachments
 from datastates.maintenance.environment import node_id
+from datastates.system.at_exit import take_signals
 from datastates.training.collective import Ranks, using
 from datastates.values import Value
 
@@ -127,7 +127,7 @@ def explore_among(
     with ExitStack() as stack:
         since = ranks.first("begin the study", partial(_begin, stack, study, start), int)
         ours = _Ours(study, ranks, since)
-        stack.callback(ours.let_go)
+        stack.callback(ours.release)
         reused = frozenset(ours.done())
         while name := ranks.first("choose a variant", ours.choose, str):
             if name != _NONE_NOW:
@@ -181,7 +181,7 @@ class _Ours:
     since: int
     claim: Claim | None = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the variant that this group holds, so that others can take it."""
         claim, self.claim = self.claim, None
         if claim is not None:
@@ -210,7 +210,7 @@ class _Ours:
         Empty when all variants are over. ``_NONE_NOW`` while other groups hold all remaining
         variants.
         """
-        self.let_go()
+        self.release()
         done, errors = self.done(), self.errors()
         lost: set[str] = set()
         is_over = True
@@ -241,7 +241,7 @@ class _Ours:
         if self.claim is None:
             return False
         if variant.name in self.done() or variant.name in self.errors():
-            self.let_go()
+            self.release()
             return False
         return True
 

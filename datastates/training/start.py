@@ -21,8 +21,7 @@ import torch
 from datastates import values
 from datastates.collective import SoloGroup
 from datastates.config import BackPressure, OnFailure
-from datastates.engine.handle import Agreed, Line, Part
-from datastates.engine.outbox import settle
+from datastates.engine.handle import DerivedUids, Line, Part
 from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage import lookup
 from datastates.lineage.query import names, revision, walk
@@ -46,6 +45,7 @@ from datastates.state.generators import RngState, is_generator
 from datastates.state.model import FROZEN, MODES
 from datastates.state.per_rank import OWN_BUFFERS, OwnBuffers
 from datastates.state.report import RestoreReport
+from datastates.system.at_exit import settle
 from datastates.system.interrupts import undisturbed
 from datastates.system.logs import event, say
 from datastates.values import Value
@@ -368,7 +368,7 @@ def set_position(training: Training, state: State, *, is_resumed: bool) -> None:
     training.line.base = training.core.tiers.placed(state.uid)
     if training.line.base is None:
         # in memory only: shared bytes are written with the first of the two
-        training.line.kin = training.host.line_of(state.uid)
+        training.line.kin = training.host.in_flight.line_of(state.uid)
 
 
 def _forgotten(training: Training, only: str | Sequence[str] | None) -> list[str]:
@@ -632,7 +632,7 @@ def _training(
     if ranks.size > 1:
         line.part, line.uids, line.reduce = (
             Part(ranks.rank, ranks.size, job),
-            Agreed(job),
+            DerivedUids(job),
             terms.reduce,
         )
         config = {**config, **runs.of_job(job, ranks.rank, ranks.size)}

@@ -16,7 +16,7 @@ import msgspec
 from datastates import values as checks
 from datastates.config import BackPressure
 from datastates.engine.copy import CopyJob
-from datastates.engine.handle import Arriving, Capture, Progress, Staged, is_late
+from datastates.engine.handle import Capture, LateNumbers, Progress, StagedCapture, is_late
 from datastates.engine.plan import Copy, Difference, copies_of, differences
 from datastates.errors import DatastatesError, InvalidInput, Unsupported
 from datastates.lineage.states import Revision, State, StateFacts, Why
@@ -406,7 +406,7 @@ class Tracker:
         self, facts: StateFacts, late: Mapping[str, torch.Tensor], began: float, updates: int | None
     ) -> Capture:
         """The capture of a state with these facts; ``began`` is when it started. ``updates``: as
-        in ``Staged``."""
+        in ``StagedCapture``."""
         training, uid = self._training, facts.uid
         training.raise_background_error()
         training.apply_edits()
@@ -417,19 +417,19 @@ class Tracker:
             in_place.check(leaf.tensor for leaf in flat.tensors)
         plan = training.plan_for(flat)
         plan.refuse_recording()
-        arriving = Arriving.of(late, flat)
+        arriving = LateNumbers.of(late, flat)
         progress = Progress(uid)
         host = self._host  # a handle must not keep the tracker alive
         handle = Capture(
             progress,
             self.step,
             want=host.want,
-            hurry=host.hurry,
+            hurry=host.rounds.hurry,
             trouble=lambda: host.trouble,
-            missing=host.missing,
-            check=host.check_goal,
+            missing=host.outbox.missing,
+            check=host.copies.check_goal,
         )
-        slots = self._host.acquire(
+        slots = self._host.slots.acquire(
             plan.layout.chunk_lengths, self._back_pressure, line=training.line
         )
         if slots is None:
@@ -443,7 +443,7 @@ class Tracker:
             )
             return handle
         try:
-            staged = Staged(
+            staged = StagedCapture(
                 line=training.line,
                 progress=progress,
                 layout=plan.layout,
@@ -452,7 +452,7 @@ class Tracker:
                 taken_at=began,
                 held_s=training.held_s,
                 updates=updates,
-                arriving=arriving,
+                late_numbers=arriving,
             )
             job = staged.job = CopyJob(
                 plan,
@@ -462,7 +462,7 @@ class Tracker:
                 uid=uid,
             )
         except BaseException:
-            self._host.release(slots)
+            self._host.slots.release(slots)
             raise
         try:
             self._host.submit(

@@ -22,9 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from datastates.collective import SoloGroup
 from datastates.engine.fence import Fence, Pending
 from datastates.engine.handle import Line
-from datastates.engine.outbox import end_later
+from datastates.engine.periodic import facts_of
 from datastates.engine.plan import CopyPlan, compile_plan
-from datastates.engine.threads import facts_of
 from datastates.errors import (
     Closed,
     DatastatesError,
@@ -61,6 +60,7 @@ from datastates.state.optimizer import bare, is_plain
 from datastates.state.per_rank import mark_per_rank
 from datastates.state.report import RestoreReport, Selection
 from datastates.state.tree import Flat, flatten, join
+from datastates.system.at_exit import end_later
 from datastates.system.interrupts import undisturbed
 from datastates.system.logs import event, say
 from datastates.values import Value
@@ -254,7 +254,7 @@ class Training:
         self.script_options, self.used = ScriptOptions(self.objects), dict[str, Value]()
         self._hyperparameters = self._script = self.script_options.values
         self.run = line.run = describe_training(core.engage().run, line.branch, config)
-        self.pending = Pending(self.host.fence)
+        self.pending = Pending(self.host.stager.fence)
         self.newest: str | None = None
         self.is_driven = self.is_resumed = False
         # it must not refer to this training, or it would keep it alive
@@ -336,7 +336,7 @@ class Training:
     def begin_run(self, session: Session) -> None:
         """Record the training as a run of its process."""
         runs.start(session, self.run)
-        self.host.begin_run(self.run)
+        self.host.outbox.begin(self.run)
 
     def _begin_another_run(self, before: Run) -> None:
         """Record what follows as another run, because other hyperparameters are in use now.
@@ -491,7 +491,7 @@ class Training:
                 restore_trained(self.branch, self.adapted, report, is_logged=self.ranks.is_first)
             self.ranks.first("move the branch", partial(self._move, state, reason), type(None))
             self.line.stand((state.uid, state.digest))
-            self._fence.count_anew()
+            self._fence.restart_count()
             self.newest = state.uid
             self.know_best()
         return report
@@ -730,7 +730,7 @@ class Training:
             },
         )
         if self.run.config != before.config:
-            self.host.begin_run(self.run)
+            self.host.outbox.begin(self.run)
             with suppress(Unavailable), self.core.database.write() as session:
                 runs.configure(session, self.run)
         self.warn_once(lines)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from datastates.config import BackPressure
-from datastates.engine.cadence_stats import Taken
+from datastates.engine.cadence_stats import CaptureFacts
 from datastates.engine.scheduler import (
     BestKnown,
     Closing,
@@ -40,7 +40,7 @@ def engine(*losses: float, cadence: Cadence = NEVER, rule: Best = LOSS) -> Engin
 
 
 def recorded(number: int, loss: float) -> Recorded:
-    return Recorded(f"s{number}", "main", float(number), Taken(metrics={"loss": loss}))
+    return Recorded(f"s{number}", "main", float(number), CaptureFacts(metrics={"loss": loss}))
 
 
 def blocked(slots: int = 1) -> RoomNeeded:
@@ -112,7 +112,7 @@ def by_name(cadence: Cadence = NEVER, *, keeps_bests: bool = True) -> Engine:
 
 
 def measured(number: int, **metrics: float) -> Recorded:
-    return Recorded(f"s{number}", "main", float(number), Taken(metrics=metrics))
+    return Recorded(f"s{number}", "main", float(number), CaptureFacts(metrics=metrics))
 
 
 def test_best_by_each_metric_whose_name_has_a_direction_is_kept_without_being_asked() -> None:

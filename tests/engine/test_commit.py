@@ -22,11 +22,11 @@ from sqlalchemy import select
 import datastates
 from datastates import Config, Conflict, State, Status, Tracker, Unavailable
 from datastates.compare import merge
-from datastates.engine import commit, outbox, steps, threads
+from datastates.engine import commit, outbox, periodic, runner
 from datastates.engine import handle as work
-from datastates.engine.commit import Commits, Pipeline
+from datastates.engine.commit import Commits
 from datastates.engine.copy import CopyJob, Stager
-from datastates.engine.in_flight import Register
+from datastates.engine.in_flight import InFlight
 from datastates.engine.runner import Runner
 from datastates.errors import Torn
 from datastates.lineage.database import Database
@@ -34,28 +34,27 @@ from datastates.lineage.schema import REPLICA, STATE
 from datastates.lineage.write import refs
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.memory import MemoryTier
+from datastates.system import at_exit
 from datastates.transport import peer, receive_states, transfer
 from datastates.transport.receive_states import StateSink
 from tests.support.effort import part
 from tests.support.interrupting import NEVER, Interruption, codes_of
 
 if TYPE_CHECKING:
-    from datastates.engine.handle import Staged
+    from datastates.engine.handle import StagedCapture
     from datastates.lineage.session import Session
 
 _COMMIT = codes_of(
     commit,
     outbox,
     Runner._adopt,
-    Register.place,
-    Register.adopt,
-    Register.refuse,
-    Register.note,
-    Register._on_recorded,
+    InFlight.place,
+    InFlight.adopt,
+    InFlight.refuse,
+    InFlight.note,
+    InFlight._on_recorded,
 )
-_CAPTURE = _COMMIT | codes_of(
-    steps, work, steps, steps, Pipeline.enter, Pipeline.leave, Pipeline._begun
-)
+_CAPTURE = _COMMIT | codes_of(work)
 _MEMORY = codes_of(
     MemoryTier.adopt,
     MemoryTier.settle,
@@ -142,16 +141,16 @@ class Room:
         runner.drain()
         assert isinstance(memory, MemoryTier)
         self.wait_for_what_was_lost()
-        runner._register.journal.tell_evictions()
+        runner.outbox.record_evictions()
         here = set(memory.uids())
         assert self.told() == here, f"the lineage does not agree with memory: {where}"
         assert set(runner._engine._entries) == here, (
             f"the engine does not agree with memory: {where}"
         )
-        assert set(runner._register._lines) == here, (
+        assert set(runner.in_flight._lines) == here, (
             f"the register does not agree with memory: {where}"
         )
-        assert set(runner._register._progress) <= here, f"a capture is on its way for ever: {where}"
+        assert set(runner.in_flight._progress) <= here, f"a capture is on its way for ever: {where}"
         assert len(arena._taken) == memory.slots_held, f"slots are lost: {where}"
         uses = Counter(chunk for state in memory._states.values() for chunk in state.chunks)
         assert uses == {chunk: chunk.uses for held in memory._chunks.values() for chunk in held}, (
@@ -173,7 +172,7 @@ class Room:
         while len(arena._taken) != memory.slots_held and time.monotonic() < deadline:
             os.sched_yield()
             gc.collect()
-            outbox.settle()
+            at_exit.settle()
 
     def head(self, name: str) -> tuple[str, str]:
         state = self.repo.state(name)
@@ -185,7 +184,7 @@ class Room:
         query = (
             select(STATE.c.uid)
             .join(REPLICA, REPLICA.c.state_id == STATE.c.id)
-            .where(REPLICA.c.node == core.engage().runner._commits.holder)
+            .where(REPLICA.c.node == core.engage().runner.commits.holder)
         )
         with core.database.read() as session:
             return set(session.execute(query).scalars())
@@ -259,21 +258,21 @@ class Rounds:
         self._errors = kinds.get(trouble, [nothing, nothing, nothing])
         self._next: Interruption | None = None
         self._is_ready, self._is_copied = threading.Event(), threading.Semaphore(0)
-        take_round, put, write, check = (
-            Commits.take_round,
-            threads.Rounds.put,
+        commit_round, put, write, check = (
+            Commits.commit_round,
+            periodic.Rounds.put,
             Database.write,
             Stager._check,
         )
 
-        def interrupted(commits: Commits, captures: Sequence[Staged]) -> None:
+        def interrupted(commits: Commits, captures: Sequence[StagedCapture]) -> None:
             interruption, self._next = self._next, None
             with ExitStack() as stack:
                 if interruption is not None:
                     stack.enter_context(interruption.here())
-                take_round(commits, captures)
+                commit_round(commits, captures)
 
-        def copied(ready: threads.Rounds, staged: Staged) -> None:
+        def copied(ready: periodic.Rounds, staged: StagedCapture) -> None:
             put(ready, staged)
             self._is_copied.release()
 
@@ -291,12 +290,12 @@ class Rounds:
                 raise Torn("it was changed", paths=())
             check(stager, job)
 
-        patch.setattr(Commits, "take_round", interrupted)
-        patch.setattr(threads.Rounds, "put", copied)
+        patch.setattr(Commits, "commit_round", interrupted)
+        patch.setattr(periodic.Rounds, "put", copied)
         patch.setattr(Database, "write", writing)
         patch.setattr(Stager, "_check", checked)
-        patch.setattr(threads, "ROUND_S", 3600.0)
-        patch.setattr(threads, "EVERY_S", 0.01)
+        patch.setattr(periodic, "ROUND_S", 3600.0)
+        patch.setattr(runner, "CHECK_EVERY_S", 0.01)
 
     def take(self, interruption: Interruption) -> None:
         """Three captures, of which all handles are told what became of them."""

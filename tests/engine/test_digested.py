@@ -12,14 +12,14 @@ from torch import nn
 
 import datastates
 from datastates.config import Config
-from datastates.engine import device_copies
-from datastates.engine.copy import Crossings
+from datastates.engine import commit, device_copies
+from datastates.engine.copy import DeviceCopies
 from datastates.engine.handle import Work
-from datastates.engine.steps import Digest
 from datastates.errors import Torn
 from datastates.repository import Repository
 from datastates.state.device_digest import Digester
 from datastates.state.manifest import CHUNK_BYTES
+from datastates.storage.arena import Arena
 from tests.support.late import LateDevices, Lateness
 from tests.support.planting import without
 
@@ -59,13 +59,13 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[int, bytes]]:
     """What the device had digested of each capture."""
-    found, process = list[Mapping[int, bytes]](), Digest.process
+    found, process = list[Mapping[int, bytes]](), commit.digest
 
-    def noting(self: Digest, work: Work) -> None:
+    def noting(work: Work, arena: Arena) -> None:
         found.append(dict(work.known))
-        process(self, work)
+        process(work, arena)
 
-    monkeypatch.setattr(Digest, "process", noting)
+    monkeypatch.setattr(commit, "digest", noting)
     return found
 
 
@@ -121,7 +121,7 @@ def test_a_wait_that_is_taken_out_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    without(monkeypatch, Crossings, "_digest", line)
+    without(monkeypatch, DeviceCopies, "_digest", line)
     train(repo, LateDevices(lateness))
     assert OTHERS in caplog.text
 

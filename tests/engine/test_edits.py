@@ -14,7 +14,7 @@ from torch import nn
 import datastates
 from datastates import Config, NotFound, Repository, Tracker
 from datastates.engine.handle import Capture
-from datastates.engine.tear_check import Edits
+from datastates.engine.tear_check import TornTensors
 from datastates.errors import Torn
 
 from .build import Gate, held_back
@@ -190,7 +190,7 @@ def test_weights_swapped_in_for_an_evaluation_and_back_are_no_end(
 def test_a_tear_that_was_under_way_while_the_first_was_told_is_told_in_short(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    edits = Edits()
+    edits = TornTensors()
     assert not edits.learn("main")
     edits.note(1, Torn("x", paths=("a", "b")), is_taught=False)
     assert edits.learn("main")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datastates.engine.cadence_stats import Taken
+from datastates.engine.cadence_stats import CaptureFacts
 from datastates.engine.scheduler import Closing, Engine, PassOn, Recorded, Tick, Wanted, Written
 from datastates.policy.contract import Cadence, CadenceChoice, Costs, Moment
 from tests.support.engines import engine, refs
@@ -24,7 +24,7 @@ def near(made: Engine, uids: list[str]) -> list[str]:
     """Record and write states a second apart; those that are kept near."""
     kept = []
     for at, uid in enumerate(uids, int(uids[0][1:])):
-        made.handle(Recorded(uid, "main", float(at), Taken(float(at))))
+        made.handle(Recorded(uid, "main", float(at), CaptureFacts(float(at))))
         if made.keeps_near(uid):
             kept.append(uid)
         made.handle(Written((uid,), at + 0.1, at + 0.2))
@@ -54,7 +54,7 @@ def test_a_head_that_was_kept_near_goes_on_when_its_line_closes() -> None:
 def test_what_somebody_wants_before_it_is_written_is_not_kept_near() -> None:
     made = engine(EveryThirdFurther(1, None))
     near(made, [f"s{i}" for i in range(40)])
-    made.handle(Recorded("s40", "main", 40.0, Taken(40.0)))
+    made.handle(Recorded("s40", "main", 40.0, CaptureFacts(40.0)))
     made.handle(Wanted("s40"))
     made.handle(Tick(99.0))
     assert not made.keeps_near("s40")

@@ -16,7 +16,7 @@ from sqlalchemy import event
 
 import datastates
 from datastates import Config, OnFailure, Status, Unavailable
-from datastates.engine import runner, scheduler, threads
+from datastates.engine import runner, scheduler, writer
 from datastates.repository import Repository
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.testing import FaultyDatabase, FaultyDisk
@@ -30,7 +30,7 @@ WORDS = CHUNK_BYTES // 4
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(scheduler, "LAST_RETRY_S", 0.01)
-    monkeypatch.setattr(threads, "CLOSING_S", 0.0)
+    monkeypatch.setattr(writer, "CLOSING_S", 0.0)
     monkeypatch.setattr(runner, "_SAY_AGAIN_S", 0.01)
 
 
@@ -251,7 +251,7 @@ def test_a_full_disk_makes_no_new_repository_and_says_so(tmp_path: Path, disk: F
 def test_closing_writes_what_can_be_written_by_then(
     tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "CLOSING_S", 60.0)
+    monkeypatch.setattr(writer, "CLOSING_S", 60.0)
     with opened(tmp_path) as repo:
         run, words = begin(repo)
         disk.fail()
@@ -267,7 +267,7 @@ def test_closing_writes_what_can_be_written_by_then(
 
 @pytest.fixture
 def _soon_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "STALL_S", 0.2)
+    monkeypatch.setattr(writer, "STALL_S", 0.2)
 
 
 @pytest.mark.usefixtures("_soon_stalled")
@@ -304,7 +304,7 @@ def test_closing_does_not_wait_for_a_write_that_stalls(tmp_path: Path, disk: Fau
         run.close()
     with pytest.raises(Unavailable, match="has made no progress"):
         repo.close()
-    writer = repo.core.engage().runner._writer.thread
+    writer = repo.core.engage().runner.writer.thread
     assert writer.is_alive()
     disk.mend()
     writer.join(60)
@@ -318,8 +318,8 @@ def test_closing_does_not_wait_for_a_write_that_stalls(tmp_path: Path, disk: Fau
 def test_a_mute_database_stops_neither_the_training_nor_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "STALL_S", 0.2)
-    monkeypatch.setattr(threads, "STUCK_S", 0.2)
+    monkeypatch.setattr(writer, "STALL_S", 0.2)
+    monkeypatch.setattr(writer, "STUCK_S", 0.2)
     repo = opened(tmp_path, 4, every=None)
     with FaultyDatabase(repo) as database:
         run, words = begin(repo)
@@ -368,8 +368,8 @@ def test_the_head_is_the_newest_recorded_state_while_the_lineage_cannot_be_writt
 def test_a_mute_database_is_an_error_for_a_training_that_wants_its_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "STALL_S", 0.2)
-    monkeypatch.setattr(threads, "STUCK_S", 0.2)
+    monkeypatch.setattr(writer, "STALL_S", 0.2)
+    monkeypatch.setattr(writer, "STUCK_S", 0.2)
     repo = opened(tmp_path, 4, every=None, on_failure=OnFailure.RAISE)
     with FaultyDatabase(repo) as database:
         run, words = begin(repo)
@@ -388,7 +388,7 @@ def test_a_mute_database_is_an_error_for_a_training_that_wants_its_errors(
 
 def test_what_a_trouble_has_cost_is_said_seldom(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    one = threads.Trouble(clock=lambda: now[0])
+    one = writer.Trouble(clock=lambda: now[0])
     for _ in range(5):
         one.begin("the disk is full")
     one.note_left(3)

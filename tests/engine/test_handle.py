@@ -13,8 +13,8 @@ import torch
 import datastates
 from datastates.config import Config
 from datastates.engine import handle
-from datastates.engine.copy import CopyJob, Crossings
-from datastates.engine.handle import Staged
+from datastates.engine.copy import CopyJob, DeviceCopies
+from datastates.engine.handle import StagedCapture
 from datastates.errors import Closed, Conflict, InvalidInput, OverBudget, Unavailable
 from datastates.lineage.states import Status
 from datastates.repository import Repository
@@ -210,11 +210,11 @@ def test_an_error_right_after_a_copy_comes_from_that_handle_and_the_next_capture
     run, _, optimizer = track(opened())
     error = RuntimeError("the number did not come")
 
-    def fail(staged: Staged) -> None:
+    def fail(staged: StagedCapture) -> None:
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(Staged, "settle", fail)
+        patch.setattr(StagedCapture, "settle", fail)
         capture = run.capture()
         with pytest.raises(RuntimeError, match="did not come") as first:
             capture.wait(timeout_s=60)
@@ -232,11 +232,11 @@ def test_an_error_at_the_end_of_a_copy_ends_that_capture_and_not_the_thread_that
 ) -> None:
     run, _, optimizer = track(opened())
 
-    def fail(self: Crossings, job: CopyJob) -> None:
+    def fail(self: DeviceCopies, job: CopyJob) -> None:
         raise RuntimeError("changed while it was looked at")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Crossings, "end", fail)
+        patch.setattr(DeviceCopies, "end", fail)
         capture = run.capture()
         with pytest.raises(RuntimeError, match="changed while"):
             capture.wait(timeout_s=60)

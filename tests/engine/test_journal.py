@@ -15,8 +15,8 @@ from sqlalchemy import create_engine, text
 
 import datastates
 from datastates.config import Config
-from datastates.engine import outbox, threads
-from datastates.engine.rank_reports import Entry
+from datastates.engine import outbox, runner
+from datastates.engine.rank_reports import PendingRecord
 from datastates.errors import Conflict, InvalidInput, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.states import Status
@@ -69,7 +69,7 @@ def database(monkeypatch: pytest.MonkeyPatch) -> Away:
 
     monkeypatch.setattr(Database, "read", reading)
     monkeypatch.setattr(Database, "write", writing)
-    monkeypatch.setattr(threads, "EVERY_S", 0.01)
+    monkeypatch.setattr(runner, "CHECK_EVERY_S", 0.01)
     return away
 
 
@@ -143,7 +143,7 @@ def test_a_server_that_cannot_take_a_state_for_now_takes_it_later(
     times: int,
     is_said: bool,
 ) -> None:
-    monkeypatch.setattr(threads, "EVERY_S", 0.01)
+    monkeypatch.setattr(runner, "CHECK_EVERY_S", 0.01)
     with datastates.open(
         postgresql_url, packs=tmp_path / "packs", memory_bytes=4 * CHUNK_BYTES
     ) as repo:
@@ -271,7 +271,7 @@ def test_a_state_that_cannot_be_recorded_for_any_reason_leaves_those_that_are_to
 ) -> None:
     record_all = lineage_record.record_all
     bad, good = (
-        Entry(told(letter * 24, letter * 64, None, None, None, 0), None) for letter in "bc"
+        PendingRecord(told(letter * 24, letter * 64, None, None, None, 0), None) for letter in "bc"
     )
 
     def record(session: Session, news: Sequence[NewState]) -> list[State]:
@@ -280,7 +280,7 @@ def test_a_state_that_cannot_be_recorded_for_any_reason_leaves_those_that_are_to
         return record_all(session, news)
 
     monkeypatch.setattr(lineage_record, "record_all", record)
-    refused = repo.core.engage().runner._register.journal.record([bad, good])
+    refused = repo.core.engage().runner.outbox.record([bad, good])
     assert [(uid, type(error)) for uid, error in refused.items()] == [(bad.new.uid, OverflowError)]
     assert repo.state(good.new.uid).uid == good.new.uid
 
@@ -292,7 +292,7 @@ def test_what_is_kept_to_be_told_again_is_bounded_although_nothing_becomes_durab
     run, weight = begin(repo)
     capture(run, weight, 40)
     repo.flush()
-    assert len(repo.core.engage().runner._register.journal._told) <= 4 + 5 + 4
+    assert len(repo.core.engage().runner.outbox._recorded) <= 4 + 5 + 4
 
 
 def test_an_outage_is_two_lines_of_the_log(

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import datastates
 from datastates.config import Config
 from datastates.engine import copy
-from datastates.engine.copy import Crossings
+from datastates.engine.copy import DeviceCopies
 from datastates.engine.device_copies import CopySource, aside_of
 from datastates.engine.handle import Capture
 from datastates.errors import Corrupt, Torn
@@ -221,7 +221,7 @@ def test_a_wait_that_is_taken_out_is_noticed(
     planted: tuple[Lateness, str, str, str], repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lateness, name, line, instead = planted
-    without(monkeypatch, Crossings, name, line, instead)
+    without(monkeypatch, DeviceCopies, name, line, instead)
     late = LateDevices(lateness)
     late.schedule.patience_s = 5
     with pytest.raises((AssertionError, Torn, Corrupt, Hazard)):

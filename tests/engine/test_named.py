@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import datastates
-from datastates.engine.commit import Named
+from datastates.engine.periodic import RefWatcher
 from datastates.engine.runner import Runner
 from datastates.engine.scheduler import RefsChanged
 from datastates.lineage.database import Database
@@ -34,7 +34,7 @@ def test_a_name_that_was_committed_after_a_younger_one_is_seen(
         state = run.capture().wait()
         host = repo.core.host()
         assert isinstance(host, Runner)
-        named = Named(repo.core.database, host._register.journal)
+        named = RefWatcher(repo.core.database, host.outbox)
         late, early = Database(postgresql_url), Database(postgresql_url)
         with closing(late), closing(early):
             with late.write() as session:
@@ -59,7 +59,7 @@ def test_of_many_ranks_only_the_first_looks_whenever_it_is_asked_to(tmp_path: Pa
         host = repo.core.host()
         assert isinstance(host, Runner)
         ranks = {(0, 10_000): True, (1, 2): True, (1, 10_000): False}
-        looking = {rank: Named(repo.core.database, host._register.journal) for rank in ranks}
+        looking = {rank: RefWatcher(repo.core.database, host.outbox) for rank in ranks}
         for (rank, size), named in looking.items():
             named.join(rank, size)
             assert named.look() is not None, "what nobody has seen is looked at"
@@ -86,7 +86,7 @@ def test_a_look_reads_only_the_refs_that_changed_and_knows_all(
             repo.tag(f"tag-{number}", first)
         host = repo.core.host()
         assert isinstance(host, Runner)
-        named = Named(repo.core.database, host._register.journal)
+        named = RefWatcher(repo.core.database, host.outbox)
         while named.look() is not None:
             pass
 
@@ -122,6 +122,6 @@ def test_a_look_reads_only_the_refs_that_changed_and_knows_all(
                 read.extend(found)
             return found
 
-        monkeypatch.setattr("datastates.engine.commit.names.moved", reading)
+        monkeypatch.setattr("datastates.engine.periodic.names.moved", reading)
         seen()
         assert set(read) == {"last"}, "nothing else was read"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import datastates
-from datastates.engine import threads
+from datastates.engine import runner
 from datastates.errors import Closed, Conflict, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.query.names import replicas_of
@@ -218,7 +218,7 @@ def test_while_the_database_is_away_parts_wait_and_are_told_when_it_is_back(
 
     monkeypatch.setattr(Database, "read", lambda self: asked(self, read))
     monkeypatch.setattr(Database, "write", lambda self, durable=False: asked(self, write, durable))
-    monkeypatch.setattr(threads, "EVERY_S", 0.01)
+    monkeypatch.setattr(runner, "CHECK_EVERY_S", 0.01)
     with ranks_of(tmp_path, None, 2) as ranks:
         first = wait([rank.capture() for rank in ranks])
         own = ranks[0].capture()
@@ -229,7 +229,7 @@ def test_while_the_database_is_away_parts_wait_and_are_told_when_it_is_back(
         ranks[0].skip()
         last = ranks[1].capture()
         for rank in ranks:
-            rank.run.training.host.hurry()
+            rank.run.training.host.rounds.hurry()
         with pytest.raises(TimeoutError):
             own.wait(timeout_s=0.2)
         is_away.clear()

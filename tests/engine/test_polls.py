@@ -10,9 +10,9 @@ import pytest
 
 import datastates
 from datastates import Cadence, OnImprovement
-from datastates.engine import handle, runner, threads
+from datastates.engine import handle, runner
 from datastates.engine.handle import Line, Part
-from datastates.engine.threads import HURRIED_S, LAST_S, PER_S, SELDOM_S, SOON_S, Polls
+from datastates.engine.periodic import HURRIED_S, LAST_S, PER_S, SELDOM_S, SOON_S, PollSchedule
 from datastates.policy.contract import Policy
 from tests.support.ranks import ranks_of
 
@@ -23,7 +23,7 @@ class Own(Cadence):
     __slots__ = ()
 
 
-def questions(polls: Polls, within_s: float, *, is_awaiting: bool = True) -> list[float]:
+def questions(polls: PollSchedule, within_s: float, *, is_awaiting: bool = True) -> list[float]:
     """When it asks, from 0 on, as long as nothing is heard."""
     polls.begin(0.0, is_awaiting=is_awaiting)
     now, asked = polls.delay(0.0), []
@@ -35,12 +35,14 @@ def questions(polls: Polls, within_s: float, *, is_awaiting: bool = True) -> lis
 
 
 def test_pauses_double_and_whoever_waits_asks_sooner() -> None:
-    assert questions(Polls(), 0.2) == pytest.approx([SOON_S, 3 * SOON_S, 7 * SOON_S])
-    assert questions(Polls(), 1.0, is_awaiting=False) == pytest.approx([SELDOM_S, 3 * SELDOM_S])
-    hurried = Polls()
+    assert questions(PollSchedule(), 0.2) == pytest.approx([SOON_S, 3 * SOON_S, 7 * SOON_S])
+    assert questions(PollSchedule(), 1.0, is_awaiting=False) == pytest.approx(
+        [SELDOM_S, 3 * SELDOM_S]
+    )
+    hurried = PollSchedule()
     hurried.hurry(0.0)
     assert questions(hurried, 0.02) == pytest.approx([HURRIED_S, 3 * HURRIED_S])
-    waiting = Polls()
+    waiting = PollSchedule()
     waiting.begin(0.0, is_awaiting=True)
     waiting.hurry(0.001)
     assert waiting.delay(0.001) == 0.0, "somebody began to wait"
@@ -53,7 +55,7 @@ def test_pauses_double_and_whoever_waits_asks_sooner() -> None:
 def test_however_many_ask_the_database_is_asked_no_more_than_it_can_answer(
     askers: int, *, is_hurried: bool
 ) -> None:
-    polls = Polls(askers)
+    polls = PollSchedule(askers)
     if is_hurried:
         polls.hurry(0.0)
     asked = questions(polls, 60.0)
@@ -63,7 +65,7 @@ def test_however_many_ask_the_database_is_asked_no_more_than_it_can_answer(
 
 
 def test_nobody_asks_where_nothing_is_to_be_heard() -> None:
-    polls = Polls()
+    polls = PollSchedule()
     polls.hurry(0.0)
     assert polls.is_off
     polls.begin(0.0, is_awaiting=True)
@@ -75,7 +77,7 @@ def test_a_rank_asks_for_the_disks_of_the_others_once_its_part_is_on_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # nothing else lets the engine thread look around,
-    monkeypatch.setattr(threads, "EVERY_S", 3600.0)
+    monkeypatch.setattr(runner, "CHECK_EVERY_S", 3600.0)
     monkeypatch.setattr(handle, "SAY_AGAIN_S", 3600.0)  # nor does whoever waits
     with ranks_of(tmp_path, None, 2) as ranks:
         for _ in range(3):

@@ -314,7 +314,7 @@ class Mute(Exception):
 def test_a_processor_that_ends_its_thread_does_not(opened: Opening, error: BaseException) -> None:
     seen: list[int] = []
 
-    class Leaving(Processor):
+    class Evictions(Processor):
         name = "leaving"
 
         def process(self, captured: CapturedState) -> None:
@@ -324,7 +324,7 @@ def test_a_processor_that_ends_its_thread_does_not(opened: Opening, error: BaseE
         def close(self) -> None:
             raise error
 
-    with opened(Leaving()) as repo:
+    with opened(Evictions()) as repo:
         run, weight = begin(repo)
         captures = [capture(run, weight) for _ in range(2)]
         run.close()

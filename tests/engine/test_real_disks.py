@@ -22,7 +22,7 @@ from torch import nn
 
 import datastates
 from datastates import Capture, Config, Repository, Status
-from datastates.engine import outbox, scheduler, threads
+from datastates.engine import outbox, runner, scheduler, writer
 from datastates.state.manifest import CHUNK_BYTES
 from tests.support.effort import effort
 
@@ -183,7 +183,7 @@ def test_a_disk_that_is_really_full_for_a_while(
 def test_a_file_system_that_really_stalls(
     tmp_path: Path, ext4: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "STALL_S", 0.5)
+    monkeypatch.setattr(writer, "STALL_S", 0.5)
     job = Job()
     with datastates.open(tmp_path / "runs", packs=ext4, config=config(memory=6)) as repo:
 
@@ -214,7 +214,7 @@ def test_a_database_server_that_stops_for_a_while(
     undisturbed: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(threads, "EVERY_S", 0.05)
+    monkeypatch.setattr(runner, "CHECK_EVERY_S", 0.05)
     job, packs = Job(), tmp_path / "packs"
     url = mortal_postgresql.migrated()
     away_s = float(effort(20, 2))

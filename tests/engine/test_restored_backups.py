@@ -17,7 +17,7 @@ from sqlalchemy import make_url
 
 import datastates
 from datastates.config import Config
-from datastates.engine import outbox, threads
+from datastates.engine import outbox, runner
 from datastates.errors import Unavailable
 from datastates.lineage import Database
 from datastates.repository import Repository
@@ -33,7 +33,7 @@ MEMORY = Config(memory_bytes=4 * CHUNK_BYTES, durable_interval_s=None)
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "EVERY_S", 0.01)
+    monkeypatch.setattr(runner, "CHECK_EVERY_S", 0.01)
 
 
 class Training:

@@ -230,7 +230,7 @@ def test_captures_that_nobody_has_recorded_yet_are_bounded(
         most = 0
         for _ in range(50):
             run.capture()
-            most = max(most, run.training.core.engage().runner._rounds.in_flight)
+            most = max(most, run.training.core.engage().runner.rounds.in_flight)
         assert 1 <= most <= 3
         assert run.head is not None
         assert run.head.step == 50

@@ -15,10 +15,10 @@ import torch
 
 import datastates
 from datastates.config import Config
-from datastates.engine import threads
-from datastates.engine.handle import Capture, Line, Progress, Staged
+from datastates.engine import periodic
+from datastates.engine.handle import Capture, Line, Progress, StagedCapture
+from datastates.engine.periodic import MOST_READY, Rounds
 from datastates.engine.plan import Layout
-from datastates.engine.threads import MOST_READY, Rounds
 from datastates.errors import Conflict
 from datastates.lineage.database import Database
 from datastates.lineage.states import StateFacts
@@ -35,13 +35,13 @@ ROOM = 10 * CHUNK_BYTES
 @pytest.fixture
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next round begins by itself after an hour."""
-    monkeypatch.setattr(threads, "ROUND_S", 3600.0)
+    monkeypatch.setattr(periodic, "ROUND_S", 3600.0)
 
 
-def staged(step: int, slots: int = 1) -> Staged:
+def staged(step: int, slots: int = 1) -> StagedCapture:
     layout = Layout(msgspec.Raw(b""), msgspec.Raw(b""), (CHUNK_BYTES,) * slots, slots * CHUNK_BYTES)
     progress = Progress(f"{step:024x}")
-    return Staged(
+    return StagedCapture(
         Line("main", "main", None, None),
         progress,
         layout,
@@ -69,7 +69,7 @@ def steps(made: Rounds, timeout_s: float = 0.0) -> list[int] | None:
 
 
 def test_captures_that_come_slowly_are_taken_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "ROUND_S", 0.0)
+    monkeypatch.setattr(periodic, "ROUND_S", 0.0)
     made = begun(0)
     for step in range(3):
         made.begin()
@@ -78,10 +78,10 @@ def test_captures_that_come_slowly_are_taken_as_they_come(monkeypatch: pytest.Mo
 
 
 def test_quick_ones_are_taken_together_when_it_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "ROUND_S", 3600.0)
+    monkeypatch.setattr(periodic, "ROUND_S", 3600.0)
     made = begun(5)
     assert steps(made) == []
-    monkeypatch.setattr(threads, "ROUND_S", 0.0)
+    monkeypatch.setattr(periodic, "ROUND_S", 0.0)
     assert steps(made) == [1, 2, 3, 4, 5]
 
 

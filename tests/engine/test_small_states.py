@@ -11,7 +11,7 @@ import torch
 import datastates
 from datastates.engine import copy
 from datastates.engine.copy import CopyJob
-from datastates.engine.handle import Staged
+from datastates.engine.handle import StagedCapture
 from datastates.engine.runner import Runner
 
 SMALL, LARGE = 1_000, 1_000_000
@@ -44,7 +44,7 @@ def test_a_small_state_comes_after_a_large_one_that_is_still_copied(
 ) -> None:
     may_report, report, uids = threading.Event(), Runner._copied, list[str]()
 
-    def held(runner: Runner, staged: Staged, job: CopyJob) -> None:
+    def held(runner: Runner, staged: StagedCapture, job: CopyJob) -> None:
         if not uids:
             uids.append(job.uid)
             assert may_report.wait(60)  # the tensors are copied, and the engine was not told

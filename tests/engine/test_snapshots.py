@@ -15,7 +15,7 @@ from torch import nn
 
 import datastates
 from datastates.config import Config
-from datastates.engine.copy import Crossings, copy
+from datastates.engine.copy import DeviceCopies, copy
 from datastates.engine.device_copies import HOST, Packing, Pairs, Snapshot, Snapshots, packing_of
 from datastates.engine.plan import CopyPlan, compile_plan
 from datastates.errors import Corrupt, Torn
@@ -161,7 +161,7 @@ def test_a_capture_for_which_there_is_no_room_is_fenced(states: int, opened: Ope
 PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
     "the copies do not wait for it": (
         Lateness.COMPUTE,
-        Crossings,
+        DeviceCopies,
         "_cross",
         "devices().wait(crossing.side, crossing.begun)",
         "pass",
@@ -174,7 +174,7 @@ PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
         "",
     ),
     "it is no copy": (
-        *(Lateness.COPIES, Crossings, "_begin_on", "snapshot.written, snapshot.stretches"),
+        *(Lateness.COPIES, DeviceCopies, "_begin_on", "snapshot.written, snapshot.stretches"),
         (
             "snapshot.written, [(source.start, source.flat) for source in"
             " job.plan.routes[device].deferred]"
@@ -182,7 +182,7 @@ PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
     ),
     "the host does not wait for the copies": (
         Lateness.COPIES,
-        Crossings,
+        DeviceCopies,
         "finish",
         "crossing.arrived.synchronize()",
         "pass",
@@ -209,7 +209,7 @@ def test_memory_that_is_given_up_is_held_until_it_has_crossed(
     late, repo = LateDevices(Lateness.COPIES), opened(STEPS)
     late.schedule.patience_s = 5
     if not is_held:
-        without(monkeypatch, Crossings, "_cross", "crossing.held += pairs[1]", "pass")
+        without(monkeypatch, DeviceCopies, "_cross", "crossing.held += pairs[1]", "pass")
 
     def give_up(number: int) -> None:
         if number == 2:
@@ -472,7 +472,7 @@ def test_an_update_on_another_stream_comes_after_the_copy(
     if is_planted:
         without(
             monkeypatch,
-            Crossings,
+            DeviceCopies,
             "fence",
             "behind: Mark | None = crossing.begun",
             "behind: Mark | None = None",

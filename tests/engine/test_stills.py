@@ -12,18 +12,18 @@ from torch import nn
 
 import datastates
 from datastates.config import Config
+from datastates.engine import commit, device_copies
 from datastates.engine import copy as crossing
-from datastates.engine import device_copies
-from datastates.engine.commit import Pipeline
-from datastates.engine.copy import Crossings, Stager
+from datastates.engine.commit import Commits
+from datastates.engine.copy import DeviceCopies, Stager
 from datastates.engine.device_copies import Pairs, beside
 from datastates.engine.handle import Capture, Work
 from datastates.engine.plan import CopyPlan
-from datastates.engine.steps import Digest
 from datastates.errors import Corrupt, Torn
 from datastates.repository import Repository
 from datastates.state.device_digest import Digester
 from datastates.state.manifest import CHUNK_BYTES
+from datastates.storage.arena import Arena
 from tests.support.late import Hazard, LateDevices, Lateness
 from tests.support.planting import without
 
@@ -201,8 +201,8 @@ def test_what_is_frozen_and_changes_all_the_same_is_captured_as_it_was(
 def test_without_deferring_nothing_is_digested_and_all_is_copied(
     repo: Repository, crossed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = list[device_copies.Stills]()
-    monkeypatch.setattr(device_copies.Stills, "look", looks.append)
+    looks = list[device_copies.FrozenChunks]()
+    monkeypatch.setattr(device_copies.FrozenChunks, "look", looks.append)
     check_that_changes_are_captured(repo, Lateness.COPIES, is_deferring=False)
     assert sum(crossed) == (KNOWN + 3) * WHOLE_BYTES
     assert not looks
@@ -211,14 +211,14 @@ def test_without_deferring_nothing_is_digested_and_all_is_copied(
 def test_what_changes_each_time_is_looked_at_less_and_less(
     repo: Repository, crossed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, look = list[bool](), device_copies.Stills.look
+    looks, look = list[bool](), device_copies.FrozenChunks.look
 
-    def counted(self: device_copies.Stills) -> device_copies.Look | None:
+    def counted(self: device_copies.FrozenChunks) -> device_copies.FrozenCheck | None:
         found = look(self)
         looks.append(found is not None)
         return found
 
-    monkeypatch.setattr(device_copies.Stills, "look", counted)
+    monkeypatch.setattr(device_copies.FrozenChunks, "look", counted)
 
     def change(model: Net, step: int) -> None:
         if step < 8:
@@ -284,20 +284,20 @@ def check_what_memory_lets_go_of(
 ) -> None:
     """All that memory had goes: before the last capture, or ``is_meanwhile``, before that is in
     memory."""
-    late, model, process = LateDevices(Lateness.COPIES), Net(), Digest.process
+    late, model, process = LateDevices(Lateness.COPIES), Net(), commit.digest
     late.put(model)
     memory = repo.core.engage().memory
 
-    def let_go() -> None:
+    def release() -> None:
         for uid in list(memory.uids()):
             memory.remove(uid)
 
-    def meanwhile(step: Digest, work: Work) -> None:
-        let_go()
+    def meanwhile(work: Work, arena: Arena) -> None:
+        release()
         for chunk in work.known:
             # nothing was copied there
-            step._arena.tensor(work.slots[chunk], work.lengths[chunk]).fill_(255)
-        process(step, work)
+            arena.tensor(work.slots[chunk], work.lengths[chunk]).fill_(255)
+        process(work, arena)
 
     def capture() -> Capture:
         made = run.capture()
@@ -314,9 +314,9 @@ def check_what_memory_lets_go_of(
             capture()
         before = sum(crossed)
         if is_meanwhile:
-            patched.setattr(Digest, "process", meanwhile)
+            patched.setattr(commit, "digest", meanwhile)
         else:
-            let_go()
+            release()
         found = repo.load(capture().uid)["model"]
     assert sum(crossed) - before == (TRAINED_BYTES if is_meanwhile else WHOLE_BYTES)
     assert all(torch.equal(value, found[name]) for name, value in Net().state_dict().items())
@@ -331,16 +331,16 @@ def test_what_memory_lets_go_of_is_copied_again_or_held(
 
 PLANTED: dict[str, tuple[type, str, str, str, Callable[[Repository, list[int]], object]]] = {
     "late copies are left out": (
-        *(Crossings, "_cross_changed", "copy(pairs, non_blocking=True)", "pass"),
+        *(DeviceCopies, "_cross_changed", "copy(pairs, non_blocking=True)", "pass"),
         lambda repo, crossed: check_that_changes_are_captured(repo, Lateness.COPIES),
     ),
     "the lanes are not waited for": (
-        *(Crossings, "_cross", "are_known.synchronize()", "pass"),
+        *(DeviceCopies, "_cross", "are_known.synchronize()", "pass"),
         lambda repo, crossed: check_that_nothing_crosses_ahead(repo, crossed, Lateness.COPIES),
     ),
     "chunks are taken for still at once": (
         *(
-            device_copies.Stills,
+            device_copies.FrozenChunks,
             "_learn",
             "if self._last.get(chunk) == digest",
             "if chunk not in self._last or digest",
@@ -368,11 +368,11 @@ PLANTED: dict[str, tuple[type, str, str, str, Callable[[Repository, list[int]], 
         lambda repo, crossed: check_what_moved(repo),
     ),
     "memory may let go of what is still": (
-        *(Pipeline, "enter", "work = staged.work =", "self._let_go(job); work = staged.work ="),
+        *(Commits, "enter", "work = staged.work =", "self._release(job); work = staged.work ="),
         lambda repo, crossed: check_what_memory_lets_go_of(repo, crossed, is_meanwhile=True),
     ),
     "memory never lets go of what was still": (
-        *(Pipeline, "_let_go", "self._memory.let_go(held)", "pass"),
+        *(Commits, "_release", "self._memory.release(held)", "pass"),
         lambda repo, crossed: check_what_memory_lets_go_of(repo, crossed, is_meanwhile=False),
     ),
 }
@@ -418,7 +418,7 @@ def test_a_capture_without_frozen_parameters_looks_at_nothing(
     looked = list[object]()
     monkeypatch.setattr(crossing, "beside", lambda *given: looked.append(given))
     monkeypatch.setattr(crossing, "is_within", lambda *given: looked.append(given))
-    monkeypatch.setattr(device_copies.Stills, "look", looked.append)
+    monkeypatch.setattr(device_copies.FrozenChunks, "look", looked.append)
     model = Net()
     model.frozen.requires_grad_(True)
     late = LateDevices(Lateness.COPIES)

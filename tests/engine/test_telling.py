@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from datastates.engine.rank_reports import Heard, Said, Skip, report
+from datastates.engine.rank_reports import Reply, Report, Skip, report
 from datastates.errors import Conflict, NotFound
 from datastates.lineage import Database, NewState, Status
 from datastates.lineage.schema import EVENT, PART, REPLICA, STATE
@@ -47,7 +47,7 @@ def database(databases: list[Database]) -> Database:
     return databases[0]
 
 
-def at_once(databases: Sequence[Database], said: Sequence[Said]) -> list[Heard]:
+def at_once(databases: Sequence[Database], said: Sequence[Report]) -> list[Reply]:
     """What each rank hears; all of them tell at the same time."""
     with ThreadPoolExecutor(SIZE) as pool:
         return list(pool.map(report, databases, said, timeout=30))
@@ -78,10 +78,11 @@ def parts(parent: str | None = None, step: int = 1) -> list[NewState]:
     return [part(uid, rank, parent, step) for rank in range(SIZE)]
 
 
-def said_of(news: Sequence[NewState]) -> list[Said]:
+def said_of(news: Sequence[NewState]) -> list[Report]:
     """Each rank tells its part of one state, and asks what became of it."""
     return [
-        Said(parts=(PartReport(new, rank),), asked={new.uid: rank}) for rank, new in enumerate(news)
+        Report(parts=(PartReport(new, rank),), asked={new.uid: rank})
+        for rank, new in enumerate(news)
     ]
 
 
@@ -102,7 +103,7 @@ def test_of_ranks_that_tell_at_once_the_last_hears_that_the_state_is_whole_and_t
         parent = news[0].uid
         heard = at_once(databases, said_of(news))
         assert [len(one.outcomes) for one in heard].count(1) == 1, "that of the last rank"
-        for one in at_once(databases, [Said(asked={parent: rank}) for rank in range(SIZE)]):
+        for one in at_once(databases, [Report(asked={parent: rank}) for rank in range(SIZE)]):
             whole = one.outcomes[parent].state
             assert whole is not None
             assert (whole.uid, whole.world_size, whole.metrics, whole.attributes) == (
@@ -115,7 +116,7 @@ def test_of_ranks_that_tell_at_once_the_last_hears_that_the_state_is_whole_and_t
         Mark(news[0].uid, Status.DURABLE, "local", f"folder-{rank}", rank, 5)
         for rank in range(SIZE)
     ]
-    marked = at_once(databases, [Said(marks=(mark,), is_durable=True) for mark in marks])
+    marked = at_once(databases, [Report(marks=(mark,), is_durable=True) for mark in marks])
     assert [one.marked[news[0].uid] for one in marked].count(Status.DURABLE) == 1, (
         "that of the last rank"
     )
@@ -131,7 +132,7 @@ def test_each_rank_hears_what_the_others_skip_want_and_put_on_their_disks(
     for rank in range(SIZE):
         report(
             database,
-            Said(
+            Report(
                 parts=(PartReport(second[rank], rank),),
                 skips=(Skip(third[rank].facts, rank, Why.SKIPPED, "no room"),) if rank == 1 else (),
                 wishes={first[0].uid: 0} if rank == 0 else {},
@@ -140,7 +141,9 @@ def test_each_rank_hears_what_the_others_skip_want_and_put_on_their_disks(
         )
     for rank in range(SIZE):
         asked = {second[0].uid: rank, third[0].uid: rank}
-        heard = report(database, Said(asked=asked, wanted=(first[0].uid,), halves=(first[0].uid,)))
+        heard = report(
+            database, Report(asked=asked, wanted=(first[0].uid,), halves=(first[0].uid,))
+        )
         assert heard.outcomes[second[0].uid].state is not None
         assert str(heard.outcomes[third[0].uid].given_up) == "rank 1 (skipped): no room"
         assert heard.wanted == {first[0].uid: False}
@@ -153,16 +156,16 @@ def test_to_tell_everything_twice_changes_nothing(database: Database) -> None:
     said = [
         *said_of(first),
         *said_of(second),
-        Said(skips=(Skip(third[1].facts, 1, Why.SKIPPED, "no room"),)),
+        Report(skips=(Skip(third[1].facts, 1, Why.SKIPPED, "no room"),)),
         *said_of(late)[:2],
-        Said(late=(late[0].uid,), patience_s=0.1),
+        Report(late=(late[0].uid,), patience_s=0.1),
         *(
-            Said(marks=(Mark(first[0].uid, Status.DURABLE, "local", f"folder-{rank}", rank, 5),))
+            Report(marks=(Mark(first[0].uid, Status.DURABLE, "local", f"folder-{rank}", rank, 5),))
             for rank in range(SIZE)
         ),
-        Said(wishes={first[0].uid: 2}),
+        Report(wishes={first[0].uid: 2}),
         *(
-            Said(evicted=(second[0].uid,), tier="memory", holder=f"node-{rank}")
+            Report(evicted=(second[0].uid,), tier="memory", holder=f"node-{rank}")
             for rank in range(SIZE)
         ),
     ]
@@ -182,12 +185,12 @@ def test_of_what_is_refused_nothing_is_told(database: Database) -> None:
     second, before = parts(first[0].uid, 2), content(database)
     wrong = PartReport(replace(first[0], digest="ab" * 32), 0)
     with pytest.raises(Conflict):
-        report(database, Said(parts=(PartReport(second[0], 0), wrong)))
+        report(database, Report(parts=(PartReport(second[0], 0), wrong)))
     unknown, known = (
         Mark(uid, Status.DURABLE, "local", "folder", 0, 5) for uid in ("0" * 24, first[0].uid)
     )
     with pytest.raises(NotFound):
-        report(database, Said(marks=(known, unknown), is_durable=True))
+        report(database, Report(marks=(known, unknown), is_durable=True))
     assert content(database) == before
 
 
@@ -195,5 +198,5 @@ def test_each_rank_hears_whether_its_own_part_is_known(database: Database) -> No
     news = parts()
     for said in (said_of(news)[0], said_of(news)[2]):
         report(database, said)
-    heard = [report(database, Said(asked={news[0].uid: rank})) for rank in range(SIZE)]
+    heard = [report(database, Report(asked={news[0].uid: rank})) for rank in range(SIZE)]
     assert [one.forgotten for one in heard] == [(), (news[0].uid,), ()]

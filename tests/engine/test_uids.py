@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import datastates
-from datastates.engine.handle import Agreed, Drawn
+from datastates.engine.handle import DerivedUids, RandomUids
 
 if TYPE_CHECKING:
     import pytest
@@ -25,18 +25,18 @@ places = st.tuples(
 def test_ranks_that_capture_alike_agree_and_no_uid_comes_twice(
     captures: list[tuple[str, int, int]], ranks: int
 ) -> None:
-    groups = [Agreed("job") for _ in range(ranks)]
+    groups = [DerivedUids("job") for _ in range(ranks)]
     told = [[group.next(*place) for place in captures] for group in groups]
     assert all(uids == told[0] for uids in told)
     assert len(set(told[0])) == len(captures), "also where a step comes again"
     assert all(re.fullmatch("[0-9a-f]{24}", uid) for uid in told[0])
-    other = Agreed("another job")
+    other = DerivedUids("another job")
     assert not set(told[0]) & {other.next(*place) for place in captures}
 
 
 def test_branches_are_counted_apart() -> None:
     """A rank that is faster on one branch gives the same uids on the other."""
-    one, other = Agreed("job"), Agreed("job")
+    one, other = DerivedUids("job"), DerivedUids("job")
     first = [one.next("a", 1, 0), one.next("a", 1, 0), one.next("b", 1, 0)]
     assert other.next("b", 1, 0) == first[2]
     assert [other.next("a", 1, 0), other.next("a", 1, 0)] == first[:2]
@@ -45,8 +45,8 @@ def test_branches_are_counted_apart() -> None:
 def test_a_capture_has_the_uid_that_its_line_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Drawn, "next", Agreed("job").next)
-    expected, places = Agreed("job"), [(1, 0), (4, 0), (4, 0)]
+    monkeypatch.setattr(RandomUids, "next", DerivedUids("job").next)
+    expected, places = DerivedUids("job"), [(1, 0), (4, 0), (4, 0)]
     with (
         datastates.open(tmp_path, memory_bytes=32 << 20) as repo,
         repo.track(rng=False, weights=torch.ones(3)) as run,

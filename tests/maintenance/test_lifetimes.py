@@ -25,9 +25,9 @@ from torch import nn
 import datastates
 from datastates import Config, Conflict, Repository, Status
 from datastates.engine import outbox
-from datastates.engine.outbox import end_later, settle
 from datastates.errors import Closed
 from datastates.storage.arena import _arenas
+from datastates.system.at_exit import end_later, settle
 
 QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 

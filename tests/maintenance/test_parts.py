@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import datastates
-from datastates.engine.outbox import Journal
+from datastates.engine.outbox import Outbox
 from datastates.lineage.query.incomplete import waiting
 from datastates.lineage.states import Status, Why
 from datastates.maintenance.reindex import reindex
@@ -80,7 +80,7 @@ def test_a_rank_that_died_before_it_said_that_its_part_is_on_disk_has_it_all_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body() -> None:
-        monkeypatch.setattr(Journal, "_tell_marks", lambda self, placed: None)
+        monkeypatch.setattr(Outbox, "_send_marks", lambda self, placed: None)
         with ranks_of(tmp_path, None, 2) as ranks:
             first = step(ranks, "captured")
             for rank in ranks:

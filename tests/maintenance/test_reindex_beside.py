@@ -19,7 +19,7 @@ from datastates.lineage import sqlite_files
 from datastates.lineage.database import Database
 from datastates.maintenance.location import DATABASE
 from tests.support import warm
-from tests.support.at_once import errors_of, let_go
+from tests.support.at_once import errors_of, release
 
 QUIET = Config(memory_bytes=16 << 20, durable_interval_s=None)
 ROOT = Path(__file__).parents[2]
@@ -210,7 +210,7 @@ def test_two_at_once_lose_nothing(folder: Path, deeds: tuple[str, str], is_kille
         for deed in deeds
     ]
     if is_killed:
-        let_go(children)
+        release(children)
         time.sleep(random.Random("/".join(deeds)).uniform(0.02, 0.4))
         children[0].kill()
         assert children[1].wait(120) == 0, children[1].communicate()[1]

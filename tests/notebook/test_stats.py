@@ -16,7 +16,7 @@ from torch import nn
 
 import datastates
 from datastates import BackPressure, Config
-from datastates.engine.steps import Digest
+from datastates.engine import commit
 from datastates.system.telemetry import Activity
 from datastates.testing import FaultyDisk
 
@@ -112,7 +112,7 @@ def test_a_capture_that_comes_to_nothing_is_counted(
     model = Changing()
     with datastates.open(tmp_path, config=QUIET) as repo, repo.track(model=model, rng=False) as run:
         with monkeypatch.context() as patch:
-            patch.setattr(Digest, "process", _failing)
+            patch.setattr(commit, "digest", _failing)
             capture = run.capture()
             with pytest.raises(OSError, match="as the test wants it"):
                 capture.wait(timeout_s=60)
@@ -123,7 +123,7 @@ def test_a_capture_that_comes_to_nothing_is_counted(
     assert (done.captures, done.recorded, done.failed) == (2, 1, 1)
 
 
-def _failing(digest: Digest, work: object) -> None:
+def _failing(work: object, arena: object) -> None:
     raise OSError("as the test wants it")
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datastates import Auto, Cadence, OnImprovement
-from datastates.engine.cadence_stats import Pacing, Taken
+from datastates.engine.cadence_stats import CadenceFacts, CaptureFacts
 from datastates.errors import InvalidInput
 from datastates.policy.contract import CadenceChoice, Costs, Moment
 from datastates.policy.text import parse
@@ -52,7 +52,7 @@ class Training:
     most_waiting: int = 0
 
     def __post_init__(self) -> None:
-        self.pacing, self._random = Pacing(self.policy, self.size), random.Random(self.seed)
+        self.pacing, self._random = CadenceFacts(self.policy, self.size), random.Random(self.seed)
         self._queue, self._group = 0, 0
         self._began = self._ends = 0.0
 
@@ -66,7 +66,7 @@ class Training:
         for _ in range(captures):
             self._work(self.pace_s * max(0.2, self._random.lognormvariate(0, self.noise)))
             if self.pacing.is_due_at_capture(
-                Taken(self.now, 0.0005, self.count), self.now, waiting=self.waiting
+                CaptureFacts(self.now, 0.0005, self.count), self.now, waiting=self.waiting
             ):
                 self._pick(self.count)
             self.count += 1

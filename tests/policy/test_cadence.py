@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datastates import Cadence, CheckFreq, Daly, OnImprovement, TwoLevel, Young
-from datastates.engine.cadence_stats import Pacing, Taken
+from datastates.engine.cadence_stats import CadenceFacts, CaptureFacts
 from datastates.errors import InvalidInput
 from datastates.policy.auto import Auto
 from datastates.policy.contract import AnyOf, CadenceChoice, Moment, Policy
@@ -50,12 +50,12 @@ def policies(draw: st.DrawFn) -> Policy:
 
 def picked(made: Policy, *metrics: dict[str, float], steps: int = 1) -> list[int]:
     """Which of these captures, a second apart, are written."""
-    pacing = Pacing(made)
+    pacing = CadenceFacts(made)
     return [
         index
         for index, found in enumerate(metrics)
         if pacing.is_due_at_capture(
-            Taken(float(index), None, index * steps, found), float(index), waiting=0
+            CaptureFacts(float(index), None, index * steps, found), float(index), waiting=0
         )
     ]
 
@@ -151,19 +151,24 @@ def test_the_first_state_at_or_after_each_multiple_of_steps_is_written() -> None
 
 
 def test_steps_are_counted_on_after_a_resume_and_after_going_back() -> None:
-    pacing, steps = Pacing(Cadence(interval_s=None, steps=10)), [13, 14, 19, 20, 21, 12, 13, 20, 21]
+    pacing, steps = (
+        CadenceFacts(Cadence(interval_s=None, steps=10)),
+        [13, 14, 19, 20, 21, 12, 13, 20, 21],
+    )
     assert [
-        step for step in steps if pacing.is_due_at_capture(Taken(0.0, None, step), 0.0, waiting=0)
+        step
+        for step in steps
+        if pacing.is_due_at_capture(CaptureFacts(0.0, None, step), 0.0, waiting=0)
     ] == [13, 20, 12, 20]
 
 
 def test_every_nth_pick_goes_on_to_further_tiers() -> None:
-    pacing = Pacing(
+    pacing = CadenceFacts(
         Cadence(1, None), choice=CadenceChoice("mine", "for a test", every=1, further_every=3)
     )
     near = []
     for number in range(1, 10):
-        pacing.is_due_at_capture(Taken(), 0.0, waiting=0)
+        pacing.is_due_at_capture(CaptureFacts(), 0.0, waiting=0)
         near += [number] * pacing.keeps_near
     assert near == [1, 2, 4, 5, 7, 8]
 

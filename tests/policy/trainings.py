@@ -6,12 +6,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from datastates.engine.cadence_stats import Taken
+from datastates.engine.cadence_stats import CaptureFacts
 from datastates.engine.scheduler import (
     Action,
+    CadenceChanged,
     Engine,
     LineOpened,
-    Paced,
     Recorded,
     Tick,
     Write,
@@ -60,7 +60,7 @@ class Training:
             self.captures += 1
             self._act(
                 self._engine.handle(
-                    Recorded(uid, "main", self.now, Taken(self.now, 0.001, self.captures))
+                    Recorded(uid, "main", self.now, CaptureFacts(self.now, 0.001, self.captures))
                 )
             )
 
@@ -99,7 +99,7 @@ class Training:
                         self.now,
                         self.now + self.write_s * max(0.1, self._random.gauss(1, self.noise / 3)),
                     )
-                case Paced(_, costs, choice, has_changed):
+                case CadenceChanged(_, costs, choice, has_changed):
                     self.costs = costs
                     if has_changed and choice is not None:
                         self.choices.append(choice)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import datastates
 from datastates import Config, Status
-from datastates.engine.handle import Agreed, Part, Work
+from datastates.engine.handle import DerivedUids, Part, Work
 from datastates.engine.plan import Shares
-from datastates.engine.rank_reports import Entry
+from datastates.engine.rank_reports import PendingRecord
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, Unavailable
 from datastates.ranks import SoloGroup, latest
 from datastates.testing import FaultyDisk
@@ -257,7 +257,7 @@ def outcomes(captures: list[datastates.Capture], say: Say) -> None:
 
 def other_uid(run: Tracker, more: dict[str, torch.Tensor], patch: pytest.MonkeyPatch) -> None:
     """The part belongs to a state of its own."""
-    patch.setattr(run.training.line, "uids", Agreed("another job"))
+    patch.setattr(run.training.line, "uids", DerivedUids("another job"))
 
 
 def other_size(run: Tracker, more: dict[str, torch.Tensor], patch: pytest.MonkeyPatch) -> None:
@@ -285,14 +285,14 @@ def other_division(run: Tracker, more: dict[str, torch.Tensor], patch: pytest.Mo
 
 def other_digest(run: Tracker, more: dict[str, torch.Tensor], patch: pytest.MonkeyPatch) -> None:
     """The digest that is told is not that of the part."""
-    told = Work.be_told
+    told = Work.make_record
 
-    def lying(self: Work, *where: object) -> Entry:
+    def lying(self: Work, *where: object) -> PendingRecord:
         entry = told(self, *where)  # type: ignore[arg-type]  # as it was given
         self.entry = replace(entry, new=replace(entry.new, digest="ab" * 32))
         return self.entry
 
-    patch.setattr(Work, "be_told", lying)
+    patch.setattr(Work, "make_record", lying)
 
 
 LIES = {

@@ -14,14 +14,14 @@ import torch
 
 import datastates
 from datastates import Config, State, Status, Unavailable
-from datastates.engine.steps import Copies
+from datastates.engine.copies import Copies
+from datastates.engine.handle import Progress
 from datastates.errors import DatastatesError
 from datastates.lineage import Database
 from datastates.lineage.query.names import replicas_of
 from datastates.ranks import SoloGroup
 from datastates.storage import KeyedTier, Tier
 from datastates.storage.local import LocalTier
-from datastates.system.threads import Notifier
 from tests.storage.test_tiers import Archive
 from tests.support.jobs import Say, run
 from tests.support.sharding import deposit, sharded, shares_of
@@ -140,24 +140,15 @@ def test_a_tier_that_holds_no_parts_is_refused_where_there_are_ranks(tmp_path: P
         )
 
 
-class Waiting:
-    """Somebody who waits for a state to reach a further tier."""
+class Waiting(Progress):
+    """The progress of a state that is still to reach a further tier."""
 
     def __init__(self, state: State) -> None:
-        self.state: State | None = state
-        self.given_up = ""
-        self.changed = Notifier()
-
-    def advance(self, state: State) -> None:
+        super().__init__(state.uid)
         self.state = state
-        self.changed.notify_all()
 
     def hold_up(self, why: Unavailable) -> None:
         raise AssertionError("the tier is never away") from why
-
-    def give_up(self, why: str) -> None:
-        self.given_up = why
-        self.changed.notify_all()
 
     @property
     def status(self) -> Status | None:
@@ -223,7 +214,7 @@ def test_a_rank_waits_for_the_others_as_long_as_the_group_is_patient(
     )
     copies.put(deposited.state.uid, (0,), waiting)
     assert waiting.changed.wait_for(lambda: bool(waiting.given_up), 30)
-    assert "parts of other ranks are not on the shelf tier after" in waiting.given_up
+    assert "parts of other ranks are not on the shelf tier after" in (waiting.given_up or "")
     copies.close()
     copies.join()
     assert (copies.is_pending(deposited.state.uid), deposited.held) == (False, [("shelf", 0)])
@@ -236,7 +227,7 @@ def test_a_rank_that_closes_before_the_others_have_put_their_parts_says_so(
     copies.put(deposited.state.uid, (1,), waiting)
     copies.close()
     copies.join()
-    assert "not all of its parts were on the shelf tier" in waiting.given_up
+    assert "not all of its parts were on the shelf tier" in (waiting.given_up or "")
     assert deposited.held == [("shelf", 1)]
 
 
@@ -250,9 +241,9 @@ def test_a_state_that_came_with_all_its_parts_is_put_whole_or_refused(
         copies.close()
         copies.join()
         assert waiting.status is status
-        assert ("it has 2 parts, and that tier holds states of one" in waiting.given_up) == (
-            tier is archive
-        )
+        assert (
+            "it has 2 parts, and that tier holds states of one" in (waiting.given_up or "")
+        ) == (tier is archive)
     assert deposited.held == [("shelf", 0), ("shelf", 1)]
     assert list(archive.uids()) == []
     for rank, part in enumerate(deposited.parts):

@@ -97,7 +97,7 @@ def settle(tier: MemoryTier, arena: Arena, state: Payload, during: Interruption)
     finally:
         assert during.place or not (held or slots)
         _leave(tier, arena, state, during, was_here)
-        tier.let_go(held.values())
+        tier.release(held.values())
         arena.take_back(slots)
 
 

@@ -61,7 +61,7 @@ class Room:
         try:
             self.memory.settle(what.manifest, held, filled, party)
         except BaseException:
-            self.memory.let_go(held.values())
+            self.memory.release(held.values())
             self.arena.release(slots)
             raise
         return moved

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from subprocess import Popen
 
 
-def let_go(children: Sequence[Popen[str]]) -> None:
+def release(children: Sequence[Popen[str]]) -> None:
     """Have them begin once all are ready."""
     for child in children:
         assert child.stdout is not None
@@ -20,5 +20,5 @@ def let_go(children: Sequence[Popen[str]]) -> None:
 def errors_of(children: Sequence[Popen[str]]) -> list[tuple[str, int]]:
     """Let them go once all are ready, and wait: what each wrote to its standard error, and its
     exit status."""
-    let_go(children)
+    release(children)
     return [(child.communicate()[1], child.returncode) for child in children]

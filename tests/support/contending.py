@@ -13,7 +13,7 @@ import torch
 
 import datastates
 from datastates import Config, Conflict, Repository, Tracker
-from datastates.engine.steps import Record
+from datastates.engine.outbox import Outbox
 from tests.support.training import make, update
 
 Say = Callable[..., object]
@@ -81,7 +81,7 @@ def _race(repo: Repository, run: Tracker, tag: str) -> list[str]:
 def _time_records() -> list[float]:
     """The seconds of every transaction that records a capture of this process, from here on."""
     took: list[float] = []
-    record = Record.process_all
+    record = Outbox.record
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
@@ -91,5 +91,5 @@ def _time_records() -> list[float]:
             took.append(time.perf_counter() - began)
 
     # a method cannot be assigned in front of mypy
-    setattr(Record, "process_all", timed)  # noqa: B010
+    setattr(Outbox, "record", timed)  # noqa: B010
     return took

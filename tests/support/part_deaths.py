@@ -12,10 +12,9 @@ from typing import Any
 import datastates
 from datastates.config import Config
 from datastates.engine import outbox, rank_reports
-from datastates.engine.commit import Pipeline
+from datastates.engine.commit import Commits
 from datastates.engine.handle import Part
-from datastates.engine.outbox import Journal
-from datastates.engine.steps import Record
+from datastates.engine.outbox import Outbox
 from datastates.errors import Unavailable
 from datastates.lineage.write.parts import record_parts
 from tests.support.ranks import Rank
@@ -85,13 +84,13 @@ def rank_of(
     faulthandler.dump_traceback_later(_ENDS_AFTER_S, exit=True)
     choose, death = random.Random(f"{seed}/{rank}"), Death(stage, at)
     # this process ends with the test
-    Pipeline.enter = death.before("copied", Pipeline.enter)  # type: ignore[method-assign]
+    Commits.enter = death.before("copied", Commits.enter)  # type: ignore[method-assign]
     # likewise
-    Record.process_all = death.before("entered", Record.process_all)  # type: ignore[method-assign]
+    Outbox.record = death.before("entered", Outbox.record)  # type: ignore[method-assign]
     rank_reports.__dict__["record_parts"] = death.after("within", record_parts)
     outbox.__dict__["report"] = death.after("committed", rank_reports.report)
-    Journal._heed = death.before("told", Journal._heed)  # type: ignore[method-assign]  # likewise
-    Journal._heed = death.after("heard", Journal._heed)  # type: ignore[method-assign]  # likewise
+    Outbox._apply_reply = death.before("told", Outbox._apply_reply)  # type: ignore[method-assign]  # likewise
+    Outbox._apply_reply = death.after("heard", Outbox._apply_reply)  # type: ignore[method-assign]  # likewise
     config = Config(
         memory_bytes=64 << 20,
         durable_interval_s=None,

@@ -49,19 +49,19 @@ class Rank:
 
     def skip(self) -> None:
         """The next step, of which this rank has no room for its part."""
-        host = self.run.training.host
+        slots = self.run.training.host.slots
         # one capture finds no room
-        acquire, host.acquire = host.acquire, lambda *args, **options: None  # type: ignore[method-assign]
+        acquire, slots.acquire = slots.acquire, lambda *args, **options: None  # type: ignore[method-assign]
         try:
             assert self.capture().is_skipped
         finally:
-            host.acquire = acquire  # type: ignore[method-assign]  # as it was
+            slots.acquire = acquire  # type: ignore[method-assign]  # as it was
 
 
 def as_rank(run: Tracker, part: Part) -> None:
     """Let a tracker that has captured nothing capture a part of each state, as ``track`` does in
     a job."""
-    run.training.line.part, run.training.line.uids = part, handle.Agreed(part.job)
+    run.training.line.part, run.training.line.uids = part, handle.DerivedUids(part.job)
 
 
 @contextmanager

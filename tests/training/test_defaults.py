@@ -16,8 +16,8 @@ from torch import nn
 import datastates
 from datastates import CadenceChoice, Config, Status
 from datastates.engine.handle import Line
-from datastates.engine.scheduler import Paced
-from datastates.engine.threads import Paces
+from datastates.engine.periodic import CadenceReports
+from datastates.engine.scheduler import CadenceChanged
 from datastates.lineage import Database
 from datastates.maintenance import retention_pass
 from datastates.policy.contract import Costs
@@ -191,9 +191,9 @@ def test_a_later_choice_is_logged_once_it_has_lasted(
 ) -> None:
     caplog.set_level(logging.INFO, logger="datastates")
     now = 100.0
-    monkeypatch.setattr("datastates.engine.threads.time.monotonic", lambda: now)
+    monkeypatch.setattr("datastates.engine.periodic.time.monotonic", lambda: now)
     told, line = (
-        Paces(Database(f"sqlite:///{tmp_path}/lineage.db")),
+        CadenceReports(Database(f"sqlite:///{tmp_path}/lineage.db")),
         Line("main#1", "main", None, None, bound="; the oldest are thinned beyond 20 GiB"),
     )
     told.begin(line)
@@ -201,7 +201,7 @@ def test_a_later_choice_is_logged_once_it_has_lasted(
     def choose(why: str) -> list[str]:
         caplog.clear()
         told.take(
-            Paced(
+            CadenceChanged(
                 line.name,
                 Costs(1.0, 0.1, 0.0, 0.0, 300, 40),
                 CadenceChoice("auto", f"{why} is kept on disk"),

@@ -70,7 +70,7 @@ def test_a_write_that_was_given_up_is_no_error_of_the_close(
     writer.go_on.set()  # only now, as its tier is closed
     for thread in runner._threads:
         thread.join(60)
-    assert runner.errors() == []
+    assert runner.in_flight.errors() == []
     run.close()
     with datastates.open(repo.location.packs.parent) as again:
         assert all(each.finished_at is not None for each in again.runs())

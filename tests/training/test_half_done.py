@@ -50,7 +50,9 @@ def held(repo: Repository) -> list[str]:
     assert repo.core.tiers.captured is not None
     assert repo.core.running is not None
     return [
-        uid for uid in repo.core.tiers.captured.uids() if repo.core.running.line_of(uid) is None
+        uid
+        for uid in repo.core.tiers.captured.uids()
+        if repo.core.running.in_flight.line_of(uid) is None
     ]
 
 

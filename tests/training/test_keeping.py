@@ -15,7 +15,7 @@ import torch
 import datastates
 from datastates.config import Config
 from datastates.engine import memory_budget
-from datastates.engine.memory_budget import Warmer
+from datastates.engine.memory_budget import Prefaulter
 from datastates.policy.contract import (
     AT_ONCE_BYTES,
     FEW,
@@ -207,21 +207,21 @@ class Watched(Arena):
 
 
 @pytest.fixture
-def warmers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Warmer]]:
+def warmers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Prefaulter]]:
     monkeypatch.setattr(memory_budget, "_REST", 0.0)
     monkeypatch.setattr(memory_budget, "_MERGE_REST", 0.0)
-    made: list[Warmer] = []
+    made: list[Prefaulter] = []
     yield made
-    for warmer in made:
-        warmer.close()
+    for prefaulter in made:
+        prefaulter.close()
 
 
 @pytest.mark.parametrize(("is_given", "until"), [(False, SMALL), (True, 60)])
 def test_memory_becomes_warm_slot_by_slot_up_to_what_is_kept(
-    is_given: bool, until: int, warmers: list[Warmer]
+    is_given: bool, until: int, warmers: list[Prefaulter]
 ) -> None:
     arena = Watched(60, until)
-    warmers.append(Warmer(arena, is_given=is_given))
+    warmers.append(Prefaulter(arena, is_given=is_given))
     assert arena.warm == 0, "nothing is touched for nobody"
     warmers[0].expect("main", 2 * CHUNK_BYTES)
     assert arena.is_there.wait(60)
@@ -231,7 +231,7 @@ def test_memory_becomes_warm_slot_by_slot_up_to_what_is_kept(
 
 
 def test_small_pages_are_merged_once_enough_memory_is_warm(
-    warmers: list[Warmer], monkeypatch: pytest.MonkeyPatch
+    warmers: list[Prefaulter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datastates.storage.arena._SLOW_S", -1.0)
     arena = Arena(10 * CHUNK_BYTES)
@@ -239,7 +239,7 @@ def test_small_pages_are_merged_once_enough_memory_is_warm(
     assert slots is not None
     arena.make_real(slots)
     assert arena.has_small_pages
-    warmers.append(Warmer(arena, is_given=True))
+    warmers.append(Prefaulter(arena, is_given=True))
     warmers[0].expect("main", CHUNK_BYTES)
     deadline = time.monotonic() + 60
     while arena.has_small_pages:
@@ -250,9 +250,9 @@ def test_small_pages_are_merged_once_enough_memory_is_warm(
     arena.close()
 
 
-def test_a_line_that_ended_needs_no_memory_any_more(warmers: list[Warmer]) -> None:
+def test_a_line_that_ended_needs_no_memory_any_more(warmers: list[Prefaulter]) -> None:
     arena = Watched(200, 200)
-    warmers.append(Warmer(arena, is_given=False))
+    warmers.append(Prefaulter(arena, is_given=False))
     warmers[0].expect("main", 20 * CHUNK_BYTES)
     assert warmers[0].ahead > (FEW * 20 - 1) * CHUNK_BYTES
     warmers[0].forget("main")
@@ -284,7 +284,7 @@ def test_memory_is_short_when_less_than_an_eighth_is_left_of_what_states_could_h
 
 
 def test_no_more_memory_is_touched_where_it_runs_short_and_it_goes_on_when_there_is_some_again(
-    warmers: list[Warmer], monkeypatch: pytest.MonkeyPatch
+    warmers: list[Prefaulter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_budget, "_LOOK_S", 0.0)
     monkeypatch.setattr(memory_budget, "_SHORT_S", 0.0)
@@ -293,7 +293,7 @@ def test_no_more_memory_is_touched_where_it_runs_short_and_it_goes_on_when_there
     def available() -> int:
         return 0 if left[0] and arena.warm >= 20 * CHUNK_BYTES else GIB
 
-    warmers.append(Warmer(arena, is_given=True, available=available))
+    warmers.append(Prefaulter(arena, is_given=True, available=available))
     warmers[0].expect("main", 2 * CHUNK_BYTES)
     while warmers[0].within is None:
         assert not arena.is_there.is_set()

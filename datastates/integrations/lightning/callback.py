@@ -385,9 +385,9 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         self._run: Tracker | None = None
         self.newest: Capture | None = None
         self._data: Data | None = None
-        self._begin_anew()
+        self._restart_polling()
 
-    def _begin_anew(self) -> None:
+    def _restart_polling(self) -> None:
         self._rng: Mapping[str, Any] | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._val_check: float | None = None
@@ -645,7 +645,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             if run is not None:
                 run.__exit__(None if exception is None else type(exception), exception, None)
         finally:
-            self._begin_anew()
+            self._restart_polling()
             if repo is not None and repo is not self._given:
                 repo.close()
 

@@ -164,7 +164,7 @@ def test_a_destination_that_takes_its_time_is_waited_for(
     ):
         peer.clone("main", weights=mine, atomic=False)
     assert same(mine, source.tensors)
-    let_go(source, AT_ONCE_S)
+    release(source, AT_ONCE_S)
 
 
 def test_a_process_whose_transport_is_held_up_is_given_up_like_one_that_stopped(
@@ -182,12 +182,12 @@ def test_a_process_whose_transport_is_held_up_is_given_up_like_one_that_stopped(
                 atomic=True,
                 on_progress=at(3, lambda: pause.wait(2 * TIMEOUT_S)),
             )
-        let_go(source, AT_ONCE_S)
+        release(source, AT_ONCE_S)
         peer.clone("main", weights=mine, atomic=True)
     assert same(mine, source.tensors)
 
 
-def let_go(source: Served, within_s: float) -> None:
+def release(source: Served, within_s: float) -> None:
     """Nobody is there any more, and nothing is pinned."""
     eventually(
         lambda: (facts := source.facts())["peers"] == facts["pins"] == "0", within_s, source.facts
@@ -206,7 +206,7 @@ def test_a_source_lets_go_of_a_receiver_that_died_or_stopped_and_serves_the_next
         eventually(lambda: source.facts()["ever"] == "4", AT_ONCE_S)
         if number == signal.SIGKILL:
             assert receiver.wait() == -signal.SIGKILL
-        let_go(source, TIMEOUT_S + AT_ONCE_S)
+        release(source, TIMEOUT_S + AT_ONCE_S)
         clone_once(source, mine)
         eventually(lambda: source.facts()["peers"] == "0", AT_ONCE_S)
     eventually(
@@ -507,7 +507,7 @@ def test_a_clone_can_be_cancelled_at_any_moment_and_begun_again(start: Start) ->
             source.facts,
         )
     assert {"cancelled", "dirty"} <= set(outcomes) <= {"cancelled", "dirty", "done"}
-    let_go(source, AT_ONCE_S)
+    release(source, AT_ONCE_S)
 
 
 def begun(

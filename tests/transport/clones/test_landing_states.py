@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import datastates
-from datastates.engine.commit import Coming
+from datastates.engine.commit import IncomingState
 from datastates.errors import Closed, Conflict, OverBudget, Unavailable
 from datastates.lineage.states import StateFacts
 from datastates.lineage.write import record
@@ -255,14 +255,14 @@ def adopted(repo: datastates.Repository, source: Sent) -> None:
         source.checked,
         memory,
         arena,
-        lambda lengths: host.acquire(lengths, datastates.BackPressure.WAIT),
+        lambda lengths: host.slots.acquire(lengths, datastates.BackPressure.WAIT),
     )
     feed(sink, source.chunks)
     facts = StateFacts(
         source.manifest.origin.uid, None, None, repo.core.run_uid, source.manifest.origin.step
     )
-    host.take_in(
-        Coming(facts, source.manifest.digest, sum(map(len, source.chunks)), sink.adopt),
+    host.commits.adopt_incoming(
+        IncomingState(facts, source.manifest.digest, sum(map(len, source.chunks)), sink.adopt),
         record.record,
     )
     host.refs_changed()
