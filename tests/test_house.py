@@ -93,9 +93,18 @@ def _reaches(name: str, tree: ast.Module, owners: dict[str, set[str]]) -> Iterat
 
 
 def _imports(name: str, path: Path, tree: ast.Module) -> Iterator[str]:
-    """The modules of ours that a module imports anywhere, also for types only."""
+    """The modules of ours that a module imports anywhere, except for types only: two classes that
+    name each other in annotations need no protocol in between."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
+        if node in for_types:
+            continue
         match node:
             case ast.Import(names=names):
                 yield from (alias.name for alias in names if alias.name in MODULES)

@@ -297,10 +297,10 @@ class IncomingRequests:
         post: Callable[[Message], Awaitable[None]],
         clock: Clock,
         peer: str,
-        remote: tuple[str, int] | None,
         timeout_s: float,
-        is_near: Callable[[], bool],
         feed: Callable[[int, bytes, tuple[int, ...]], Feed],
+        remote: tuple[str, int] | None = None,
+        is_near: Callable[[], bool] = lambda: False,
     ) -> None:
         self._service, self._sending, self._lifecycle = service, sending, lifecycle
         self._post, self._clock, self._peer, self._feed = post, clock, peer, feed

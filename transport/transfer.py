@@ -351,13 +351,13 @@ class IntoObjects(Pull):
         opened: OpenState,
         into: Mapping[str, object],
         *,
-        only: str | Sequence[str] | None,
-        strict: bool,
-        atomic: bool | None,
-        skip_equal: bool,
         memory_cache: StreamMemoryCache,
         timeout_s: float,
-        is_resumable: bool,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        atomic: bool | None = None,
+        skip_equal: bool = False,
+        is_resumable: bool = False,
     ) -> None:
         if atomic is None:
             atomic = not skip_equal and available_memory_bytes() > _SPARE * sum(

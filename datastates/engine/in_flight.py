@@ -117,6 +117,12 @@ class InFlight:
         """How many states of this process wait for parts of other ranks, or to be recorded."""
         return len(self._taken)
 
+    @property
+    def backlog(self) -> int:
+        """The number of states that keep their memory whatever the engine decides: processors have
+        not seen them, or they wait for parts of other ranks."""
+        return self._processors.backlog + self.awaited
+
     # --- entering ---------------------------------------------------------------------------------
 
     def begin(self, staged: StagedCapture) -> None:

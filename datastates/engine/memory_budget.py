@@ -30,7 +30,6 @@ from datastates.system.threads import Notifier
 from .handle import Line
 from .in_flight import InFlight, LockedEngine
 from .periodic import Rounds
-from .processors import Processors
 from .scheduler import Refuse, RoomNeeded
 from .writer import StallDetector
 
@@ -261,7 +260,6 @@ class SlotAllocator:
         rounds: Rounds,
         in_flight: InFlight,
         locked: LockedEngine,
-        processors: Processors,
         watch: StallDetector,
         check_open: Callable[[], None],
     ) -> None:
@@ -273,7 +271,7 @@ class SlotAllocator:
         )
         self._in_flight, self._lock, self._changed = in_flight, locked.lock, locked.changed
         self._post, self._check_open = locked.post, check_open
-        self._processors, self._watch = processors, watch
+        self._watch = watch
         self._next: tuple[int, ...] = ()
 
     @property
@@ -311,7 +309,12 @@ class SlotAllocator:
             self._expect_captures(line, lengths)
         since = time.monotonic()
         while True:
-            in_flight, backlog, refused, slots = self._rounds.in_flight, self._backlog(), None, None
+            in_flight, backlog, refused, slots = (
+                self._rounds.in_flight,
+                self._in_flight.backlog,
+                None,
+                None,
+            )
             is_coming = False
             if in_flight + backlog < _MOST_IN_FLIGHT and not self._is_overfull(
                 self._arena.capacity
@@ -379,13 +382,8 @@ class SlotAllocator:
             if not self.has(self._next):
                 self._memory.recall(_size(self._next))
 
-    def _backlog(self) -> int:
-        """The number of states that keep their memory whatever the engine decides: processors have
-        not seen them, or they wait for parts of other ranks."""
-        return self._processors.backlog + self._in_flight.awaited
-
     def _may_have(self, lengths: tuple[int, ...], in_flight: int) -> bool:
-        return in_flight > self._rounds.in_flight + self._backlog() or self.has(lengths)
+        return in_flight > self._rounds.in_flight + self._in_flight.backlog or self.has(lengths)
 
     def _is_overfull(self, limit: int) -> bool:
         """Whether states take more than ``limit`` bytes. Their bytes outside slots are counted
@@ -421,7 +419,7 @@ class SlotAllocator:
     ) -> Refuse | None:
         name = None if line is None else line.name
         with self._lock:  # no capture may begin between the count and the question
-            in_flight = self._rounds.in_flight + self._backlog()
+            in_flight = self._rounds.in_flight + self._in_flight.backlog
             is_patient = line is not None and line.is_patient
             event = RoomNeeded(
                 lengths, True, back_pressure, name, in_flight, since, time.monotonic(), is_patient

@@ -164,7 +164,6 @@ class Runner:
             rounds=self.rounds,
             in_flight=self.in_flight,
             locked=locked,
-            processors=self._processors,
             watch=self._watch,
             check_open=self._raise_if_closed,
         )
