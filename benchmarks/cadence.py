@@ -72,8 +72,8 @@ class Method:
         for _ in range(steps):
             self.step()
         self.took_s.append((time.perf_counter() - began) / steps)
-        self.behind.append(self.repo.core.host().pending_writes)
-        self.repo.core.host().drain()
+        self.behind.append(self.repo.core.runner().pending_writes)
+        self.repo.core.runner().drain()
 
 
 class Methods:
@@ -147,7 +147,7 @@ def learn(method: Method, most: int = 2000) -> int:
             break
         method.step()
         count += 1
-    method.repo.core.host().drain()
+    method.repo.core.runner().drain()
     return first
 
 

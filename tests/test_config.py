@@ -230,7 +230,7 @@ def test_a_tracker_follows_the_cadence_that_it_is_given(
         cadence = datastates.Cadence(every=every, interval_s=None)
         with repo.track(weight=torch.zeros(3), rng=False, cadence=cadence) as run:
             states = [run.capture().wait() for _ in range(3)]
-            repo.core.host().drain()
+            repo.core.runner().drain()
             assert [str(repo.state(state).status) for state in states] == statuses
 
 

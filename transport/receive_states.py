@@ -334,7 +334,7 @@ def land(
     :raises Conflict: a state of the same uid and another digest is here.
     """
     engaged = core.engage()
-    host, run = engaged.runner, engaged.run.uid
+    runner, run = engaged.runner, engaged.run.uid
 
     def record(session: Session, new: NewState) -> State:
         clones.import_ancestry(session, ancestry, came.runs)
@@ -355,11 +355,11 @@ def land(
 
     with undisturbed():
         _check_on_disk(core, sink)
-        now = host.commits.adopt_incoming(
+        now = runner.commits.adopt_incoming(
             IncomingState(state.facts, state.digest, state.bytes_total, sink.adopt), record
         )
     make_tags(core, tags)
-    host.refs_changed()
+    runner.refs_changed()
     return now
 
 

@@ -98,7 +98,7 @@ class PushBudget:
                 )
             time.sleep(_ASK_AGAIN_S)
         try:
-            slots = self._core.host().slots.acquire(
+            slots = self._core.runner().slots.acquire(
                 lengths, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic())
             )
         except BaseException:
@@ -120,23 +120,23 @@ class PushBudget:
 
     def _take(self, size: int) -> bool:
         engaged = self._core.engage()
-        host, memory, arena = engaged.runner, engaged.memory, engaged.arena
-        limit = arena.capacity - host.slots.needed_bytes
+        runner, memory, arena = engaged.runner, engaged.memory, engaged.arena
+        limit = arena.capacity - runner.slots.needed_bytes
         if size > limit:
             raise OverBudget(
                 f"a state of {size} bytes is pushed here, where {limit} of {arena.capacity} are not"
                 " needed by the training: open the repository there with more memory_bytes"
             )
-        here = memory.bytes_of(host.unwritten_clones())
+        here = memory.bytes_of(runner.unwritten_clones())
         with self._lock:
             is_room = self._coming + here + size <= limit
             self._coming += size if is_room else 0
         return is_room
 
     def _write(self) -> None:
-        host = self._core.host()
-        for uid in host.unwritten_clones():
-            host.want(uid)
+        runner = self._core.runner()
+        for uid in runner.unwritten_clones():
+            runner.want(uid)
 
 
 # A repository as other processes see it over a transport: its lineage, and the states that its

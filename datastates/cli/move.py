@@ -671,9 +671,9 @@ def _make_durable(shell: Shell, repository: Repository, state: State) -> None:
     :raises Unavailable: it could not be written.
     """
     with shell.console.status("writing it to disk") if shell.is_watched else nullcontext():
-        host = repository.core.host()
-        host.want(state.uid)
-        host.drain()
+        runner = repository.core.runner()
+        runner.want(state.uid)
+        runner.drain()
     if not repository.core.tiers.durable.has(state.uid):
         raise Unavailable(
             f"state {state.uid[:10]} came, but could not be written to {repository.location.packs}:"

@@ -586,12 +586,12 @@ def _make(
 ) -> State:
     """Fill slots and digest them, then hand the state in, as the second half of a capture does."""
     engaged = core.engage()
-    host, arena, memory = engaged.runner, engaged.arena, engaged.memory
+    runner, arena, memory = engaged.runner, engaged.arena, engaged.memory
     lengths = blend.carved.chunk_lengths
     slots: list[int] = []
     try:
         with undisturbed():
-            slots += _acquire(host, lengths)
+            slots += _acquire(runner, lengths)
         _fill(arena, slots, blend)
         chunks = tuple(
             Chunk(chunk_digest(arena.memory(slot, length)), length)
@@ -604,31 +604,31 @@ def _make(
         coming = IncomingState(
             facts, manifest.digest, sum(lengths), lambda: memory.adopt(manifest, slots), base
         )
-        state = host.commits.adopt_incoming(coming, record.record)
+        state = runner.commits.adopt_incoming(coming, record.record)
     except BaseException:
-        host.slots.release(slots)  # those that memory did not take
+        runner.slots.release(slots)  # those that memory did not take
         raise
-    host.refs_changed()
-    host.in_flight.put_to_processors(state, facts.branch)
+    runner.refs_changed()
+    runner.in_flight.put_to_processors(state, facts.branch)
     return state
 
 
-def _acquire(host: Runner, lengths: Sequence[int]) -> list[int]:
+def _acquire(runner: Runner, lengths: Sequence[int]) -> list[int]:
     """Slots for the result.
 
     The parents are pinned during the wait. The wait must therefore end if no state can be evicted.
     """
     while True:
-        slots = host.slots.acquire(lengths, BackPressure.SKIP) if lengths else []
+        slots = runner.slots.acquire(lengths, BackPressure.SKIP) if lengths else []
         if slots is not None:
             return slots
-        if not host.pending_writes:
+        if not runner.pending_writes:
             raise OverBudget(
                 f"the merged state takes {sum(lengths)} bytes of memory next to its parents, and"
                 " they are not free: open the repository with more memory_bytes, or tag the"
                 " parents, so that they are read from disk, and open it again"
             )
-        host.drain()
+        runner.drain()
 
 
 def _fill(arena: Arena, slots: Sequence[int], blend: Blend) -> None:

@@ -494,7 +494,7 @@ class Core:
         backups = Backups(self.database, self.location)
         return ProcessResources(self.database, self.tiers, lease, run, arena, runner, backups)
 
-    def host(self) -> Runner:
+    def runner(self) -> Runner:
         """The engine behind captures, merges and clones, made on the first call."""
         return self.engage().runner
 

@@ -213,7 +213,7 @@ class Keeper:
 
         Does not wait for a disk that stalls."""
         if self._added and self._is_due() and self._thread is None:
-            self._context = replace(self._context, host=None)
+            self._context = replace(self._context, runner=None)
             since = time.monotonic()
             self._start(lambda: self._try(lambda: time.monotonic() - since > _LAST_S))
             self._join()

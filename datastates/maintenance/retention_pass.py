@@ -78,7 +78,7 @@ class PruneContext:
     durable: LocalTier
     home: PackFolder
     holder: str
-    host: Runner | None
+    runner: Runner | None
 
     @classmethod
     def of(cls, core: Core) -> Self:
@@ -294,7 +294,7 @@ def survey(
             session, [each.id for each in found], volatile=VOLATILE, holder=context.holder
         )
     best = _best_before_forks(context.database, segments, policies) if keys else {}
-    asked = context.host.asked() if context.host is not None else frozenset()
+    asked = context.runner.asked() if context.runner is not None else frozenset()
     facts = []
     for each in found:
         why = (
@@ -460,8 +460,8 @@ def _drop(
     free = []
     for id_, each in zip(ids, batch, strict=True):
         with suppress(Conflict):  # a training is at the state, or the state is being written
-            if context.host is not None:
-                context.host.check_withdrawal(each.fact.uid)
+            if context.runner is not None:
+                context.runner.check_withdrawal(each.fact.uid)
             free.append(id_)
     with suppress(OSError):
         # a full disk is the very reason for this; without the note, gc finds what a kill leaves
@@ -473,8 +473,8 @@ def _drop(
         )
     _remove(context, uids, _packs_of(name for each in batch for name, _ in each.fact.files))
     held.write("")
-    if context.host is not None:
-        context.host.withdrawn(uids)
+    if context.runner is not None:
+        context.runner.withdrawn(uids)
     return uids
 
 

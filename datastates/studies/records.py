@@ -130,10 +130,10 @@ def make_durable(core: Core, uid: str, *, timeout_s: float = _DURABLE_S) -> Stat
 
     :raises Unavailable: the state's bytes are gone, or that process does not write it.
     """
-    host = core.running
-    if host is not None:
-        host.want(uid)
-        host.drain()
+    runner = core.running
+    if runner is not None:
+        runner.want(uid)
+        runner.drain()
     deadline = time.monotonic() + timeout_s
     while True:
         state = core.state(uid)

@@ -306,7 +306,7 @@ class Guard:
     def _stand(self, uid: str) -> None:
         """Make this the newest good state, which is the first to go back to."""
         self._good.append(uid)
-        self._training.host.snapshots.keep(self._training.branch, uid)
+        self._training.runner.snapshots.keep(self._training.branch, uid)
 
     def _rewind(self, step: int, loss: float, problem: str) -> None:
         """Rewind the training: abandon the current states, find a good one, restore it."""
@@ -398,7 +398,7 @@ class Guard:
         adapted = self._training.adapted
         if not state.status.is_restorable or (state.micro_step and not adapted.has_gradients):
             return False
-        snapshots = self._training.host.snapshots
+        snapshots = self._training.runner.snapshots
         try:
             with (
                 self._training.core.open_payload(state) as reader,
@@ -462,11 +462,11 @@ class _Loss:
             or read.number.numel() != 1
         ):
             return replace(read, number=values.number(read.number, "loss"))
-        host = devices().pinned((), torch.float32)
-        host.copy_(read.number.float().reshape(()), non_blocking=True)
+        here = devices().pinned((), torch.float32)
+        here.copy_(read.number.float().reshape(()), non_blocking=True)
         return replace(
             read,
-            number=host,
+            number=here,
             is_copied=devices().mark(devices().current(devices().of(read.number))),
         )
 

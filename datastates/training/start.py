@@ -368,7 +368,7 @@ def set_position(training: Training, state: State, *, is_resumed: bool) -> None:
     training.line.base = training.core.tiers.placed(state.uid)
     if training.line.base is None:
         # in memory only: shared bytes are written with the first of the two
-        training.line.kin = training.host.in_flight.line_of(state.uid)
+        training.line.kin = training.runner.in_flight.line_of(state.uid)
 
 
 def _forgotten(training: Training, only: str | Sequence[str] | None) -> list[str]:

@@ -105,7 +105,7 @@ class Tracker:
         self, training: Training, *, back_pressure: BackPressure, is_deferring: bool
     ) -> None:
         self._training = training
-        self._host = training.host
+        self._runner = training.runner
         self._back_pressure, self._is_deferring = back_pressure, is_deferring
 
     @property
@@ -399,7 +399,7 @@ class Tracker:
         try:
             return self._take(facts, noted.late, began, updates)
         except BaseException as exc:
-            self._host.skip(line, facts, Why.FAILED, str(exc) or repr(exc))
+            self._runner.skip(line, facts, Why.FAILED, str(exc) or repr(exc))
             raise
 
     def _take(
@@ -419,23 +419,25 @@ class Tracker:
         plan.refuse_recording()
         arriving = LateNumbers.of(late, flat)
         progress = Progress(uid)
-        host = self._host  # a handle must not keep the tracker alive
+        runner = self._runner  # a handle must not keep the tracker alive
         handle = Capture(
             progress,
             self.step,
-            want=host.want,
-            hurry=host.rounds.hurry,
-            trouble=lambda: host.trouble,
-            missing=host.outbox.missing,
-            check=host.copies.check_goal,
+            want=runner.want,
+            hurry=runner.rounds.hurry,
+            trouble=lambda: runner.trouble,
+            missing=runner.outbox.missing,
+            check=runner.copies.check_goal,
         )
-        slots = self._host.slots.acquire(
+        slots = self._runner.slots.acquire(
             plan.layout.chunk_lengths, self._back_pressure, line=training.line
         )
         if slots is None:
-            host.recorder.count("skipped")
-            progress.skip(None if self._back_pressure is BackPressure.SKIP else self._host.trouble)
-            host.skip(
+            runner.recorder.count("skipped")
+            progress.skip(
+                None if self._back_pressure is BackPressure.SKIP else self._runner.trouble
+            )
+            runner.skip(
                 training.line,
                 facts,
                 Why.SKIPPED,
@@ -462,10 +464,10 @@ class Tracker:
                 uid=uid,
             )
         except BaseException:
-            self._host.slots.release(slots)
+            self._runner.slots.release(slots)
             raise
         try:
-            self._host.submit(
+            self._runner.submit(
                 staged, is_deferring=self._is_deferring and not training.line.edits.are_anywhere
             )
         finally:
@@ -473,7 +475,7 @@ class Tracker:
                 training.pending.add(job)
         ended = time.monotonic()
         training.newest, training.held_s = handle.uid, ended - began
-        host.recorder.span("capture", began, ended, uid, self.step)
+        runner.recorder.span("capture", began, ended, uid, self.step)
         return handle
 
     @property
@@ -533,7 +535,7 @@ class Tracker:
         with ranks.synchronized("end its captures"):
             training.check_usable()
             training.fence()
-            self._host.settle(training.line)
+            self._runner.settle(training.line)
         return training.go_back(
             ranks.state(training.core, rev, nearest=nearest, only=only, strict=strict),
             only=only,

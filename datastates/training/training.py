@@ -249,12 +249,12 @@ class Training:
         self.adapted = Adapted(self.objects, gradients=gradients, frozen=frozen)
         outlook = self.adapted.outlook()
         flatten({**outlook, **values}, is_checking=True)  # refuses what no state can hold
-        self.host = core.host()
+        self.runner = core.runner()
         self.given, self.seed, self.takes_script = {**config}, seed(), True
         self.script_options, self.used = ScriptOptions(self.objects), dict[str, Value]()
         self._hyperparameters = self._script = self.script_options.values
         self.run = line.run = describe_training(core.engage().run, line.branch, config)
-        self.pending = Pending(self.host.stager.fence)
+        self.pending = Pending(self.runner.stager.fence)
         self.newest: str | None = None
         self.is_driven = self.is_resumed = False
         # it must not refer to this training, or it would keep it alive
@@ -284,9 +284,16 @@ class Training:
         )
         self._fence.on_step = self.script_checks.gradients.stepped
         # the last call here that may fail
-        self.host.open_line(line, cadence, self.adapted.size_bytes())
+        self.runner.open_line(line, cadence, self.adapted.size_bytes())
         self._finalizer = weakref.finalize(
-            self, _end_dropped, self.host, line, self._fence, core.database, self.run.uid, self._pid
+            self,
+            _end_dropped,
+            self.runner,
+            line,
+            self._fence,
+            core.database,
+            self.run.uid,
+            self._pid,
         )
         self._finalizer.atexit = False  # at exit the repository is closed anyway
 
@@ -295,7 +302,7 @@ class Training:
         return self.line.branch
 
     def head(self) -> State | None:
-        self.host.settle(self.line)
+        self.runner.settle(self.line)
         self.apply_edits()
         if self.line.tip is None:
             return None
@@ -336,7 +343,7 @@ class Training:
     def begin_run(self, session: Session) -> None:
         """Record the training as a run of its process."""
         runs.start(session, self.run)
-        self.host.outbox.begin(self.run)
+        self.runner.outbox.begin(self.run)
 
     def _begin_another_run(self, before: Run) -> None:
         """Record what follows as another run, because other hyperparameters are in use now.
@@ -519,7 +526,7 @@ class Training:
                 if rule.key not in asked
             }
         if bests or tip is not None:
-            self.host.know_best(self.line, bests)
+            self.runner.know_best(self.line, bests)
 
     def restore(
         self,
@@ -730,7 +737,7 @@ class Training:
             },
         )
         if self.run.config != before.config:
-            self.host.outbox.begin(self.run)
+            self.runner.outbox.begin(self.run)
             with suppress(Unavailable), self.core.database.write() as session:
                 runs.configure(session, self.run)
         self.warn_once(lines)
@@ -782,7 +789,7 @@ class Training:
         if not self.is_living:
             return
         self._is_closed = True
-        self.host.close_line(
+        self.runner.close_line(
             self.line, is_failing=error is not None or sys.exc_info()[1] is not None
         )
         self._fence.remove()
@@ -860,7 +867,7 @@ class Training:
         """Undo a training that never began: nothing was captured."""
         self._fence.remove()
         self.script_checks.gradients.unhook()
-        self.host.close_line(self.line)
+        self.runner.close_line(self.line)
 
 
 def _refuse_gradients(flat: Flat) -> None:
@@ -882,18 +889,18 @@ def _found(objects: Mapping[str, object]) -> list[object]:
 
 
 def _end_dropped(
-    host: Runner, line: Line, fence: Fence, database: Database, run: str, pid: int
+    runner: Runner, line: Line, fence: Fence, database: Database, run: str, pid: int
 ) -> None:
     """End a training that was dropped without a close; runs on whichever thread collected it."""
     fence.is_over = True
-    end_later(partial(_release, host, line, database, run), pid)
+    end_later(partial(_release, runner, line, database, run), pid)
 
 
-def _release(host: Runner, line: Line, database: Database, run: str) -> None:
+def _release(runner: Runner, line: Line, database: Database, run: str) -> None:
     """Release the branch of a training that was dropped.
 
     If that cannot be recorded, the end of its process will be."""
-    host.close_line(line)
+    runner.close_line(line)
     with suppress(DatastatesError), database.write() as session:
         runs.finish(session, run)
 

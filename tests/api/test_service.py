@@ -77,7 +77,7 @@ def test_a_training_in_the_same_process_is_counted_by_repository(
     with repo.track(branch="watched", weight=torch.ones(8)) as run:
         for _ in range(2):
             run.capture().wait("durable")
-        repo.core.host().drain()
+        repo.core.runner().drain()
         found, done = metrics(client), repo.stats().activity
 
     labels = 'repository="ours"'

@@ -158,7 +158,7 @@ def test_a_tier_that_ends_its_thread_does_not(
             away.setattr(archive, "put", refuse)
             first = run.capture()
             first.wait("durable", PATIENCE_S)
-            repo.core.host().drain()
+            repo.core.runner().drain()
             with pytest.raises(
                 Unavailable,
                 match=r"is durable and not on the archive tier: (3|Mute); it is tried again",
@@ -317,11 +317,11 @@ def test_a_policy_lets_some_states_go_on_and_keeps_others_near_until_they_are_ta
             run.capture().wait("durable", PATIENCE_S)
         assert run.cadence.costs.further_s is not None
         states = [run.capture() for _ in range(9)]
-        repo.core.host().drain()
+        repo.core.runner().drain()
         near = [state.uid for state in states if not archive.has(state.uid)]
         assert 6 <= len(near) <= 7
         repo.tag("kept", near[0])
-        repo.core.host().drain()
+        repo.core.runner().drain()
         assert archive.has(near[0])
         assert not archive.has(near[1])
         states[-1].wait("external", PATIENCE_S)
@@ -340,7 +340,7 @@ def test_a_state_that_was_kept_near_and_left_memory_goes_on_when_somebody_waits_
         while run.cadence.costs is None:
             run.capture().wait("durable", PATIENCE_S)
         states = [run.capture() for _ in range(9)]
-        repo.core.host().drain()
+        repo.core.runner().drain()
         near = next(state for state in states[:-1] if not archive.has(state.uid))
         captured = repo.core.tiers.captured
         assert captured is not None

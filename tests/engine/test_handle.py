@@ -427,7 +427,7 @@ def test_a_capture_that_comes_while_the_repository_closes_is_refused_and_the_end
     repo, slow = opened(4), Slow()
     run = repo.track(branch="slow", weight=torch.zeros(3), slow=slow, rng=False)
     run.capture().wait(timeout_s=60)
-    stager = repo.core.host().stager
+    stager = repo.core.runner().stager
     slow.is_slow = True
 
     def train() -> None:

@@ -236,7 +236,7 @@ def test_whoever_waits_for_too_long_is_told_and_may_wait_again(
     with pytest.raises(Unavailable, match=r"does not answer since .* 1 state waits to be recorded"):
         late.wait(timeout_s=60)
     with pytest.raises(Unavailable, match="1 state waits"):
-        run.training.host.drain()
+        run.training.runner.drain()
     database.is_away.clear()
     repo.flush()
     assert late.wait(timeout_s=60).step == 2

@@ -32,9 +32,9 @@ def test_a_name_that_was_committed_after_a_younger_one_is_seen(
         repo.track(x=torch.ones(3), rng=False) as run,
     ):
         state = run.capture().wait()
-        host = repo.core.host()
-        assert isinstance(host, Runner)
-        named = RefWatcher(repo.core.database, host.outbox)
+        runner = repo.core.runner()
+        assert isinstance(runner, Runner)
+        named = RefWatcher(repo.core.database, runner.outbox)
         late, early = Database(postgresql_url), Database(postgresql_url)
         with closing(late), closing(early):
             with late.write() as session:
@@ -56,15 +56,15 @@ def test_of_many_ranks_only_the_first_looks_whenever_it_is_asked_to(tmp_path: Pa
         repo.track(x=torch.ones(3), rng=False) as run,
     ):
         state = run.capture().wait()
-        host = repo.core.host()
-        assert isinstance(host, Runner)
+        runner = repo.core.runner()
+        assert isinstance(runner, Runner)
         ranks = {(0, 10_000): True, (1, 2): True, (1, 10_000): False}
-        looking = {rank: RefWatcher(repo.core.database, host.outbox) for rank in ranks}
+        looking = {rank: RefWatcher(repo.core.database, runner.outbox) for rank in ranks}
         for (rank, size), named in looking.items():
             named.join(rank, size)
             assert named.look() is not None, "what nobody has seen is looked at"
         repo.tag("kept", state)
-        host._changed.wait_for(lambda: False, 0.05)
+        runner._changed.wait_for(lambda: False, 0.05)
         for place, sees in ranks.items():
             assert (looking[place].look() is not None) is sees
             found = looking[place].look(is_forced=True)
@@ -84,9 +84,9 @@ def test_a_look_reads_only_the_refs_that_changed_and_knows_all(
         first, second = run.capture().wait(), run.capture().wait()
         for number in range(50):
             repo.tag(f"tag-{number}", first)
-        host = repo.core.host()
-        assert isinstance(host, Runner)
-        named = RefWatcher(repo.core.database, host.outbox)
+        runner = repo.core.runner()
+        assert isinstance(runner, Runner)
+        named = RefWatcher(repo.core.database, runner.outbox)
         while named.look() is not None:
             pass
 

@@ -229,7 +229,7 @@ def test_while_the_database_is_away_parts_wait_and_are_told_when_it_is_back(
         ranks[0].skip()
         last = ranks[1].capture()
         for rank in ranks:
-            rank.run.training.host.rounds.hurry()
+            rank.run.training.runner.rounds.hurry()
         with pytest.raises(TimeoutError):
             own.wait(timeout_s=0.2)
         is_away.clear()

@@ -13,6 +13,7 @@ from datastates import Cadence, OnImprovement
 from datastates.engine import handle, runner
 from datastates.engine.handle import Line, Part
 from datastates.engine.periodic import HURRIED_S, LAST_S, PER_S, SELDOM_S, SOON_S, PollSchedule
+from datastates.engine.runner import Runner
 from datastates.policy.contract import Policy
 from tests.support.ranks import ranks_of
 
@@ -104,10 +105,10 @@ def test_what_counts_decide_every_rank_decides_and_the_first_decides_all_else(
 ) -> None:
     with datastates.open(tmp_path, memory_bytes=32 << 20) as repo:
         repo.core.engage()
-        host = repo.core.host()
-        assert isinstance(host, runner.Runner)
+        runner = repo.core.runner()
+        assert isinstance(runner, Runner)
         for rank, decides in ((0, cadence), (1, own)):
             line = Line(f"rank {rank}", "main", None, None, part=Part(rank, 2, "job"))
-            host.open_line(line, cadence, 0)
-            assert str(host._engine._lines[line.name].pacing.policy) == str(decides)
-            host.close_line(line)
+            runner.open_line(line, cadence, 0)
+            assert str(runner._engine._lines[line.name].pacing.policy) == str(decides)
+            runner.close_line(line)

@@ -340,7 +340,7 @@ def test_an_interrupt_while_a_processor_is_slow_loses_no_state_and_gives_up_what
     run, weight = begin(repo)
     captures = [capture(run, weight) for _ in range(3)]
     state = captures[-1].wait("durable")
-    host = repo.core.host()
+    host = repo.core.runner()
     drain = host.drain
 
     def interrupted(on_wait: Callable[[int], None] | None = None) -> None:

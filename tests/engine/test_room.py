@@ -88,7 +88,7 @@ def test_two_states_in_memory_are_enough_to_write_none_for_room(
         for _ in range(30):
             words += 1
             run.capture()
-        run.training.host.drain()
+        run.training.runner.drain()
         assert durable(tmp_path) == 0
     assert durable(tmp_path) == 1, "the head at the end"
 
@@ -295,5 +295,5 @@ def test_memory_full_of_tagged_states_that_cannot_be_written_refuses_and_goes_on
 def _swallow(run: Tracker) -> None:
     """A write that failed in the background is told by the next capture: not what is tested
     here."""
-    run.training.host.drain()
+    run.training.runner.drain()
     run.training.line.error = None

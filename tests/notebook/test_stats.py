@@ -45,7 +45,7 @@ def test_the_numbers_are_what_a_training_did(tmp_path: Path) -> None:
             for _ in range(3):
                 model.change()
                 run.capture().wait("durable")
-            repo.core.host().drain()
+            repo.core.runner().drain()
             stats = repo.stats()
         done = stats.activity
 
@@ -153,7 +153,7 @@ def test_opentelemetry_reads_the_same_numbers_and_keeps_no_repository(tmp_path: 
         assert meter.read("datastates.captures") == []
         with repo.track(weight=torch.ones(8)) as run:
             run.capture().wait("durable")
-            repo.core.host().drain()
+            repo.core.runner().drain()
             done = repo.stats().activity
             assert meter.read("datastates.captures") == [(1, None)]
             assert meter.read("datastates.bytes.written") == [(done.bytes_written, None)]

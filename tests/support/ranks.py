@@ -49,7 +49,7 @@ class Rank:
 
     def skip(self) -> None:
         """The next step, of which this rank has no room for its part."""
-        slots = self.run.training.host.slots
+        slots = self.run.training.runner.slots
         # one capture finds no room
         acquire, slots.acquire = slots.acquire, lambda *args, **options: None  # type: ignore[method-assign]
         try:

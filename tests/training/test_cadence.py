@@ -88,7 +88,7 @@ def test_improvements_become_durable(tmp_path: Path) -> None:
         repo.track(weight=weight, rng=False) as run,
     ):
         states = [run.capture(metrics={"acc": value}).wait() for value in (0.1, 0.5, 0.4, 0.6, 0.6)]
-        repo.core.host().drain()
+        repo.core.runner().drain()
         found = [str(repo.state(state).status) for state in states]
         assert run.cadence.why == "each state with a larger acc than all before"
     assert found == ["durable", "durable", "captured", "durable", "captured"]

@@ -136,7 +136,7 @@ run = repo.track(model=model)
 for value in (5, 1, 7, 8, 0.5, 0.9):
     last = run.capture(metrics={{"val_loss": value}})
 repo.state("main")
-repo.core.host().drain()
+repo.core.runner().drain()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

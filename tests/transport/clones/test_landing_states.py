@@ -248,7 +248,7 @@ CLONE, LOOSE = "c" * 24, "1" * 24
 
 def adopted(repo: datastates.Repository, source: Sent) -> None:
     """A clone, recorded as a root."""
-    host, memory, arena = repo.core.host(), repo.core.tiers.captured, repo.core.arena
+    host, memory, arena = repo.core.runner(), repo.core.tiers.captured, repo.core.arena
     assert memory is not None
     assert arena is not None
     sink = StateSink(
@@ -303,7 +303,7 @@ def test_a_clone_that_cannot_be_written_is_said_and_stays(
     with datastates.open(tmp_path, config=config) as repo, caplog.at_level(logging.WARNING):
         adopted(repo, state(CLONE, 1))
         repo.tag("kept", CLONE)
-        repo.core.host().drain()
+        repo.core.runner().drain()
         assert CLONE in caplog.text
         with repo.core.open_payload(repo.state(CLONE)) as reader:
             assert float(read_tree(reader)["box"]["0"][0]) == 1.0
