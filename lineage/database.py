@@ -408,8 +408,8 @@ class Database:
                 if rest[1] != rest[2]:
                     # the earlier file may be put back, so it gets everything first
                     raise Unavailable(
-                        f"{self._shown} was replaced, and transactions on the earlier file go on:"
-                        " try again"
+                        f"{self._shown} was replaced, and the earlier file still has open"
+                        " transactions: try again"
                     )
                 for suffix in ("-wal", "-shm"):
                     Path(f"{self._path}{suffix}").unlink(missing_ok=True)
@@ -615,8 +615,8 @@ def _check_links(path: Path) -> None:
         name = Path(f"{path}{suffix}")
         if name.exists() and name.stat().st_nlink > 1:
             raise InvalidInput(
-                f"{name} has another hard link, as after `cp -al`, and SQLite would damage what"
-                " both names lead to: delete the other name, or open a copy of its own (`cp -a"
+                f"{name} has another hard link, as after `cp -al`, and SQLite would damage the"
+                " file of both names: delete the other name, or open a separate copy (`cp -a"
                 " --no-preserve=links`)"
             )
 

@@ -238,7 +238,7 @@ class ReadOnlyFile:
         """From now on use a private copy, also for migrations and changes; with ``follows`` only
         until the file changes.
 
-        :raises Unavailable: there is no room for it.
+        :raises Unavailable: it cannot be made.
         """
         if self._copy is not None:
             return
@@ -259,7 +259,7 @@ class ReadOnlyFile:
             copy.cleanup()
             raise Unavailable(
                 f"{self._path} can only be read from a copy, which was not made in {copy.name}"
-                f" ({error}): set TMPDIR to where there is room"
+                f" ({error}): set TMPDIR to a folder with free space"
             ) from error
         self._copy = copy
         self._stamp = self._now() if follows else None

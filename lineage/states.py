@@ -43,10 +43,12 @@ GONE = [status.value for status in Status if not status.is_restorable]
 class Why(StrEnum):
     """Why a state of several ranks was given up: what became of the part of one rank.
 
-    The rank had no memory for its part (``skipped``); the sources changed while they were copied
-    (``torn``); another error occurred (``failed``); the rank reported nothing for too long
-    (``late``); the part went with its process (``gone``). Or all parts were there, and the lineage
-    refused the state (``refused``).
+    - ``skipped``: the rank had no memory for its part
+    - ``torn``: the sources changed while they were copied
+    - ``failed``: another error occurred
+    - ``late``: the rank reported nothing for too long
+    - ``gone``: the part was lost with its process
+    - ``refused``: all parts were there, and the lineage refused the state
     """
 
     SKIPPED = "skipped"
@@ -418,7 +420,7 @@ def place_of(generation: int) -> int:
 @dataclass(slots=True)
 class Tally:
     """``count`` values, of which ``gaps`` are not finite; the sum and the extremes leave those out.
-    Of equal extremes the earliest counts.
+    The earliest of equal extremes counts.
 
     States are row ids. ``first`` and ``last`` are None where they are NaN; ``gap_id`` is the first
     state whose value is a gap.

@@ -315,7 +315,7 @@ class Forwarder:
             await asyncio.wait_for(relay.idle(), _LINGER_S)
         except TimeoutError:
             _logger.warning(
-                "a receiver behind this one is too slow: it takes the rest of %s from the source",
+                "a receiver behind this one is too slow: it takes chunks of %s from the source",
                 self._uid[:10],
             )
 
@@ -376,8 +376,8 @@ class Forwarder:
             return feed
 
     def _limit(self) -> int:
-        """The most bytes of a further answer about the state: those of the first answer, plus the
-        addresses of its chunks."""
+        """The most bytes of a further answer about the state: the size of the first answer, plus
+        the addresses of its chunks."""
         if self._origin is None:
             return BODY_BYTES
         return len(self._origin.manifest) + 16 * len(self._origin.lengths) + _SPARE_BYTES

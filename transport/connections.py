@@ -48,8 +48,8 @@ def let_go_by(owner: object) -> None:
 
 
 def who(connection: Any) -> tuple[int, int, int]:
-    """Pid, user and group of a Unix socket's other end, from the kernel. For a listener, they are
-    those of the process that made it listen. On other systems than Linux: 0, -1, -1."""
+    """Pid, user and group of a Unix socket's other end, from the kernel. For a listener, they
+    belong to the process that made it listen. On other systems than Linux: 0, -1, -1."""
     if sys.platform != "linux":
         return 0, -1, -1
     pid, user, group = _credentials.unpack(
@@ -105,7 +105,7 @@ os.register_at_fork(after_in_child=_let_go_of_inherited)
 
 
 class ConnectionLimiter:
-    """Admits connections while an ``Admission`` has room for them. Belongs to the loop thread.
+    """Admits connections while an ``Admission`` has free places. Belongs to the loop thread.
 
     ``late`` counts those whose time was up, ``foreign`` those that began with nothing that could be
     ours. ``unproved`` counts these and all others that ended without having proved anything, except
@@ -124,7 +124,7 @@ class ConnectionLimiter:
     def admit(
         self, address: str, descriptor: int, end: Callable[[], None]
     ) -> AdmittedConnection | None:
-        """A place for a connection, whose end ``end`` causes; None if there is no room."""
+        """A place for a connection, whose end ``end`` causes; None if all are taken."""
         place = self.admission.admit(address, descriptor, end)
         return None if place is None else AdmittedConnection(self, place, end)
 
@@ -394,7 +394,7 @@ def device_of(host: str) -> str | None:
 
 
 def rdma_devices() -> list[str]:
-    """The InfiniBand and similar devices, as UCX names them: ``mlx5_0:1``."""
+    """The InfiniBand and similar devices, as UCX names them, such as ``mlx5_0:1``."""
     if not os.path.isdir(_RDMA):
         return []
     return [

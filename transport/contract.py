@@ -76,7 +76,7 @@ class Channel(ABC):
     async def receive(self, limit: int) -> bytes:
         """The next frame, of at most ``limit`` bytes.
 
-        :raises PeerFault: the announced length is greater. Nothing was allocated for the frame, and
+        :raises PeerFault: the announced length is greater. No memory was allocated for it, and
             the channel cannot be used any more.
         :raises Disconnected: the other end is gone.
         """
@@ -125,8 +125,8 @@ class Link(ABC):
         Cancelling the task does not stop the transfer: ``abort`` the link before the memory is used
         for anything else.
 
-        :raises PeerFault: the message is longer. A shorter one may leave the rest of ``into`` as it
-            was, so callers check a digest.
+        :raises PeerFault: the message is longer. A shorter one may leave the end of ``into``
+            unchanged, so callers check a digest.
         :raises Disconnected: the peer is gone, or the link was aborted.
         """
 
@@ -221,7 +221,7 @@ class End(ABC):
     @abstractmethod
     async def address(self) -> bytes:
         """The address of this end, at most 8 KiB; a peer passes it to ``link``. Creates the end if
-        there is none. When an end stops by itself, the next one has another address.
+        there is none. If an end fails, the next one has another address.
 
         :raises Unavailable: it cannot be created.
         """
@@ -277,7 +277,7 @@ class Transport(End):
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
         """Connect to a listener.
 
-        :raises Disconnected: nobody answers in time.
+        :raises Disconnected: no process accepts in time.
         """
 
     @abstractmethod
@@ -401,8 +401,8 @@ class Source(ABC):
         return True
 
     def when_wanted(self, tell: Callable[[], None]) -> None:  # noqa: B027 # optional
-        """Register ``tell``, which is called when the owner needs the memory back: on any thread,
-        any number of times."""
+        """Register ``tell``, which is called when the owner needs the memory back. It may be
+        called on any thread, any number of times."""
 
     def recall(self) -> bool:
         """Release the memory, which is not being read now. Returns whether the state can still be

@@ -622,7 +622,7 @@ class _Lane:
 
 
 def _rest(left: Sequence[memoryview], sent: int) -> list[memoryview]:
-    """The rest of some pieces after ``sent`` bytes were sent."""
+    """The unsent part of some pieces after ``sent`` bytes were sent."""
     rest = []
     for piece in left:
         if sent < piece.nbytes:
@@ -639,8 +639,8 @@ def _fail(done: asyncio.Future[None], error: DatastatesError) -> None:
     fail(done, error if isinstance(error, PeerFault) else Disconnected(str(error)))
 
 
-# The transport of ``tcp://host:port``: one connection for control frames, and further ones for
-# data, to the same port.
+# The transport of ``tcp://host:port``. It has one connection for control frames, and more for data,
+# to the same port.
 
 
 _HEADER_S = 10.0

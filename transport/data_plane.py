@@ -25,17 +25,15 @@ from .ucx_messages import Allocator
 
 _ABORTED = "the link was aborted"
 
-_MEET_S = (
-    30.0  # for a peer that is alive to tell the address of its end; it may have to start a process
-)
+_MEET_S = 30.0  # for a living peer to send the address of its end; it may have to start a process
 
 
 class Plane:
     """The link to one peer. A single transfer cannot be stopped. To get memory back, drop the link;
     the next use makes a new one.
 
-    ``end`` makes the links. ``told`` is the own address that the peer knows, ``address`` is the
-    peer's; both may be empty.
+    ``end`` makes the links. ``told`` is the own address that was sent to the peer, ``address``
+    is the peer's; both may be empty.
     """
 
     def __init__(
@@ -137,8 +135,8 @@ class Plane:
             await link.abort()
 
     async def _connected(self) -> Link:
-        """A link. If the known address fails, its end may be gone, so the peer is asked once for a
-        new address."""
+        """A link. If the known address fails, its end may be gone, so a new address is requested
+        once."""
         await self._exchange_addresses()
         try:
             return await self._reached()
@@ -175,7 +173,7 @@ class Plane:
                     self._news.clear()
         except TimeoutError:
             raise Disconnected(
-                f"{self._peer} is alive, but has not said in {_MEET_S:g} s where its data plane is"
+                f"{self._peer} is alive, but has not sent its data plane address in {_MEET_S:g} s"
             ) from None
         if self._is_closed:
             raise Disconnected(f"the connection to {self._peer} is closed")
@@ -225,7 +223,7 @@ def fail(future: asyncio.Future[Any], error: BaseException) -> None:
 class StagedLink(Link):
     """A link whose messages pass through memory that is shared with another process.
 
-    Each transfer has a task of its own, which continues when the caller that began it is cancelled.
+    Each transfer has its own task, which continues when the caller that began it is cancelled.
     Belongs to the loop thread."""
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ class OriginDigests:
         self._asking: set[asyncio.Task[None]] = set()
 
     def ahead(self, index: int) -> None:
-        """Request the digest of a chunk that is being fetched, and those of the next chunks."""
+        """Request the digest of a chunk that is being fetched, and the digests of the next ones."""
         for number in (self._place[index], self._place[index] + 1):
             if number < len(self._batches) and self._batches[number][0] not in self._told:
                 self._ask(self._batches[number])
@@ -500,9 +500,9 @@ class _Run:
         self._look()
 
     async def _check_with_feed(self, number: int, index: int, origin: Feed, wanted: bytes) -> None:
-        """Check whether a feed's own digest of a chunk differs from that of the origin.
+        """Compare a feed's own digest of a chunk with the digest of the origin.
 
-        :raises Corrupt: it does.
+        :raises Corrupt: they differ.
         """
         feed = self._feeds[number]
         try:
@@ -511,9 +511,9 @@ class _Run:
             return
         if said not in {wanted, DAMAGED}:
             raise Corrupt(
-                f"{origin.name} and {feed.name} disagree about chunk {index} of the state: one of"
-                " them is not honest, or damaged; nothing of the chunk was taken: clone from the"
-                " one that you trust"
+                f"{origin.name} and {feed.name} disagree about chunk {index} of the state. One of"
+                " them is not honest, or damaged. The chunk was discarded: clone from the one"
+                " that you trust"
             )
 
     def _on_rechecked(self, index: int, task: asyncio.Task[None]) -> None:
@@ -549,7 +549,7 @@ class _Run:
         try:
             self._on_progress(self._bytes_done, self._bytes_total)
         except Exception:  # the caller's own function may raise anything
-            _logger.exception("on_progress failed; it is not called again, the clone goes on")
+            _logger.exception("on_progress failed; it is not called again, the clone continues")
             self._on_progress = None
 
     def _forget(self, index: int) -> None:

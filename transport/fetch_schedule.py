@@ -171,7 +171,7 @@ class _Feed:
     is_dropped: bool = False
 
     def pace(self, now: float) -> float | None:
-        """The pace; None: not measured yet. A chunk that is overdue counts as if it came now."""
+        """The pace, or None if not measured. A chunk that is overdue counts as if it came now."""
         quiet_s = now - self.moved_at if self.flying else 0.0
         if self.done == 0:
             return self.busy_s or None
@@ -247,7 +247,7 @@ class Schedule:
         return actions
 
     def _lost(self, feed: _Feed, index: int, now: float) -> Iterator[Action]:
-        is_news = not feed.is_dropped  # dropping one chunk may break the others of the same feed
+        is_news = not feed.is_dropped  # dropping a chunk may break other chunks of its feed
         if is_news:
             feed.is_lost = feed.is_dropped = True
             self._last_lost = feed.number

@@ -207,9 +207,9 @@ def check_writers(url: str, token: bytes) -> None:
     """
     if not token and not url.startswith("memory:"):
         raise InvalidInput(
-            "whoever may write must show a token, on 127.0.0.1 too, where every user of the machine"
-            " is: set DATASTATES_TOKEN, give token_file= (make one with: datastates token FILE), or"
-            " leave out is_writable=True (--writable)"
+            "clients that may write must show a token, on 127.0.0.1 too, which every user of the"
+            " machine reaches: set DATASTATES_TOKEN, give token_file= (datastates token FILE makes"
+            " one), or leave out is_writable=True (--writable)"
         )
 
 
@@ -419,9 +419,7 @@ def offer(planes: Sequence[str], scheme: str, data: str, *, is_secret: bool = Fa
     """
     if data == "ipc":
         if "tcp" not in planes:
-            raise InvalidInput(
-                'data="ipc" was asked for at a url that is of no process of its own: write tcp://'
-            )
+            raise InvalidInput('data="ipc" needs a url of another process: write tcp://')
         return ("tcp", "ipc"), ""
     if "ucx" not in planes:
         if data == "ucx" and scheme == "tcp":
@@ -454,8 +452,8 @@ def agree(own: Ready, its: Ready, peer: str) -> str:
     if "ucx" in (own.wish, its.wish) and "ucx" not in common:
         asking, other = ("this side", peer) if own.wish == "ucx" else (peer, "this side")
         raise Unsupported(
-            f"{asking} was told data='ucx', and {other} cannot use UCX (not installed, data='tcp',"
-            " or a tcp:// url): agree on one"
+            f"{asking} has data='ucx', and {other} cannot use UCX (not installed, data='tcp',"
+            " or a tcp:// url): choose the same data plane on both sides"
         )
     if "ipc" in common:
         return "ipc"

@@ -22,8 +22,8 @@ _ADDRESS = b"memory"
 
 
 class MemoryTransport(Transport):
-    """``memory://name``; ``memory://`` alone picks a name. Everything that it connects must run
-    on one event loop."""
+    """The transport of ``memory://name``. Without a name it picks one. All ends must run on one
+    event loop."""
 
     scheme = "memory"
 
@@ -44,7 +44,7 @@ class MemoryTransport(Transport):
         name = _name(url) or secrets.token_hex(4)
         if name in self._listeners:
             raise Unavailable(
-                f"memory://{name} is taken: choose another name, or memory:// for any"
+                f"memory://{name} is taken: choose another name, or leave out the name"
             )
         listener = self._listeners[name] = _Listener(
             self._listeners, name, accept, ConnectionLimiter() if limiter is None else limiter
@@ -133,7 +133,7 @@ class _Channel(Channel):
         while not self._is_closed:
             if self._frames:
                 frame = self._frames.popleft()
-                self.other._changed.set()  # there is room
+                self.other._changed.set()  # its sender may continue
                 if len(frame) > limit:
                     await self.close()
                     raise PeerFault(
@@ -176,8 +176,8 @@ class _Channel(Channel):
 
 @dataclass(slots=True)
 class _Rendezvous:
-    """The first end to reach a tag: a sender with its bytes or a receiver with its memory;
-    ``done`` is set to the outcome."""
+    """The first end to reach a tag: a sender with its bytes or a receiver with its memory. The
+    outcome is set in ``done``."""
 
     link: _Link
     memory: memoryview

@@ -98,7 +98,7 @@ class IpcEnd(End):
 
     async def link(self, address: bytes) -> Link:
         if address != ADDRESS:
-            raise PeerFault(f"{self.peer} says that its end of the data plane is where none can be")
+            raise PeerFault(f"{self.peer} has sent an impossible address of its data plane")
         present = self._generation()
         for key in [key for key in self.rooms if key[0] < present]:
             del self.rooms[key]
@@ -126,8 +126,8 @@ class IpcEnd(End):
                 room = self.room(key)
                 if room.done() or len(self.rooms) > _ROOMS:
                     raise PeerFault(
-                        f"{self.peer} says twice where a message belongs, or says it of more than"
-                        f" {_ROOMS}"
+                        f"{self.peer} announced the place of a message twice, or of more than"
+                        f" {_ROOMS} messages"
                     )
                 if message.generation >= self._generation():
                     room.set_result(message)
@@ -165,7 +165,7 @@ class IpcEnd(End):
             return found
 
     async def opened(self, region: int) -> _PeerRegion:
-        """Landing memory of the peer.
+        """A shared region of the peer.
 
         :raises PeerFault: the peer announced none with this number.
         :raises Unavailable: it cannot be opened here.
@@ -251,7 +251,7 @@ class _IpcLink(StagedLink):
                 or room.start + room.length > opened.shared.tensor.numel()
             ):
                 raise PeerFault(
-                    f"{self._end.peer} would have {room.length} bytes put where they have no room"
+                    f"{self._end.peer} announced a place that is too small for {room.length} bytes"
                 )
             self._check()
             there, part = (

@@ -25,8 +25,8 @@ A longer page is sent with fewer states, but with one at least."""
 LISTED_BYTES: Final = 1 << 30
 """The most memory that the states which a peer lists may take (see ``weigh``)."""
 
-# By the first byte of an item of MessagePack, from 0x00 on: the bytes of its head, and of what
-# follows if the head alone says how many.
+# By the first byte of an item of MessagePack, from 0x00 on: the bytes of its head, plus
+# its content if the head alone determines the size.
 _HEADS = (
     *[1] * 160,
     *range(1, 33),
@@ -66,7 +66,7 @@ def weigh(body: bytes | bytearray | memoryview, most: int) -> int:
     """About how many bytes of memory MessagePack takes once it is decoded: in most cases more than
     the true number.
 
-    Nothing is decoded. It returns as soon as the number is above ``most``, and takes about 0.2 us
+    No item is decoded. It returns as soon as the number is above ``most``, and takes about 0.2 us
     an item. Every 1,024 items it sleeps, so that a training does not wait for the interpreter's
     lock (5 ms each time).
     """

@@ -88,7 +88,7 @@ class Push(Move):
                 await session.close()
         finally:
             source.close()
-        progress(source.moved, source.moved)  # the peer had the rest
+        progress(source.moved, source.moved)  # the peer had all other chunks
         return Fetched({url: source.moved}, source.chunks, clock.time() - began, {})
 
     def commit(self, fetched: Fetched) -> tuple[State, None]:
@@ -117,8 +117,8 @@ class Push(Move):
             )
 
     async def _unknown_there(self, session: Session) -> list[State]:
-        """The ancestors of the state, newest first, down to the first page behind which the peer
-        knows every parent."""
+        """The ancestors of the state, newest first. It stops after the first page whose
+        parents all exist on the peer."""
         found: list[State] = []
         known: set[str] = set()
         page = [self.state]
@@ -495,7 +495,7 @@ def connect(
 
 
 class Peer:
-    """The repositories of other processes, as one. Requests go to the first that answers.
+    """The repositories of other processes, as one. Requests go to the first reachable one.
 
     Safe from any thread but the transport's."""
 
@@ -575,14 +575,14 @@ class Peer:
             own objects. Each is sent what it alone wants, and its share of what several want, which
             it passes on. All get the state that rank 0 finds; or all fail, and then no object has
             changed.
-        :param objects: further live objects, by name. Here a name may equal that of an argument.
+        :param objects: further live objects, by name. A name may equal the name of an argument.
         :param more: live objects by name, as for ``Repository.restore``.
         :raises NotFound: the revision does not exist there.
-        :raises Unavailable: the state's bytes are nowhere any more (or Disconnected: no source is
-            left).
+        :raises Unavailable: no source has the state's bytes any more (or Disconnected: no source
+            is left).
         :raises InvalidInput: the state does not fit the objects; nothing was moved.
         :raises Corrupt: a chunk came with a wrong digest twice.
-        :raises Dirty: a clone in place failed; its cause says why.
+        :raises Dirty: a clone in place failed, with the reason as its cause.
         """
         into = given_objects(more, objects, Peer.clone)
         if group is None or group.size == 1:
@@ -602,9 +602,9 @@ class Peer:
         if not into or repo is not None or skip_equal or tags or chain or atomic is False:
             raise InvalidInput(
                 "a group clones into live objects, all at once: name them, as in clone(rev,"
-                " model=model), and leave repo=, atomic=False, skip_equal=, tags= and chain= out;"
-                " broadcast of a datastates.ranks group brings a state into the repository of each"
-                " rank"
+                " model=model), and leave repo=, atomic=False, skip_equal=, tags= and chain= out."
+                " To copy a state into the repository of each rank, use broadcast of a"
+                " datastates.ranks group"
             )
         return clone_together(
             self.sources,
@@ -783,7 +783,7 @@ def _reader(opened: OpenState, rank: int, timeout_s: float) -> Reader:
     if opened.parts is None:
         if rank:
             raise NotFound(
-                f"state {opened.state.uid} has one part at {opened.source}, and not that of rank"
+                f"state {opened.state.uid} has one part at {opened.source}, not the part of rank"
                 f" {rank}"
             )
         fetch: Fetch = partial(opened.fetch, timeout_s=timeout_s)

@@ -171,7 +171,7 @@ class Hello(Struct, frozen=True, tag=True):
 class Challenge(Struct, frozen=True, tag=True):
     """The server's answer.
 
-    The server reveals nothing else before the client has proved the token."""
+    The server reveals no more before the client has proved the token."""
 
     version: Annotated[int, Meta(ge=0, le=1 << 16)]
     nonce: _Nonce
@@ -269,7 +269,7 @@ class Opened(Struct, frozen=True):
     ``upstream`` is the url of the peer to ask for the chunks instead. Their digests still come
     from this server (``Digests``), so the state is pinned in any case.
 
-    ``addresses`` are those of the chunks in the memory of the answering process, or empty.
+    ``addresses`` are the chunks' places in the memory of the answering process, or empty.
     """
 
     handle: _Id

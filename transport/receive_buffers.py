@@ -159,7 +159,7 @@ DIRECT_BYTES = 256 << 10
 class Stretch:
     """A wanted tensor in the stream.
 
-    ``home`` is the bytes of the live tensor, flat; None: it belongs in the stream memory."""
+    ``home`` is the bytes of the live tensor, flat. If None, they belong in the stream memory."""
 
     start: int
     length: int
@@ -168,8 +168,8 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Bytes of a chunk that belong together: in ``home`` from ``start`` on, or at that place of
-    the stream memory."""
+    """Contiguous bytes of a chunk. They belong at ``start`` in ``home``, or in the stream memory if
+    that is None."""
 
     offset: int
     length: int
@@ -186,8 +186,7 @@ class Piece:
 class Segment:
     """The bytes of one message.
 
-    ``memory`` is their place; None: they are received elsewhere, and ``pieces`` say what goes
-    where."""
+    ``memory`` is their place. If None, they are received elsewhere and copied to ``pieces``."""
 
     offset: int
     length: int
@@ -318,8 +317,8 @@ def scatter(
     *,
     is_in_stream: bool,
 ) -> Sequence[Mark]:
-    """Begin to move the bytes. ``memory`` is where each segment was received; ``is_in_stream``:
-    packed ones came to their place in the stream.
+    """Begin to move the bytes. ``memory`` is where each segment was received. With
+    ``is_in_stream``, packed segments already are in their place in the stream.
 
     The memory is read until the returned marks are reached.
     """
@@ -344,8 +343,8 @@ def scatter(
 
 
 class Scratch:
-    """At most ``count`` buffers, made when first needed; ``is_pinned``: their contents are then
-    copied to a device."""
+    """At most ``count`` buffers, made when first needed. Contents of pinned buffers are copied to a
+    device."""
 
     def __init__(self, count: int, *, is_pinned: bool = False) -> None:
         self._left, self._free = count, list[tuple[torch.Tensor, Sequence[Mark]]]()
@@ -505,8 +504,8 @@ class StagingBuffers:
     """At most ``count`` staging buffers on the device of ``like``, made when they are first needed.
     Safe from any thread.
 
-    All work on them is queued on the stream of ``device_writer``. So a buffer may be given back
-    before copies from it are done.
+    All work on them is queued on the stream of ``device_writer``. Therefore a buffer may be
+    given back before copies from it are done.
     """
 
     def __init__(self, like: torch.Tensor, device_writer: DeviceWriter, count: int) -> None:

@@ -179,8 +179,8 @@ class ObjectsSink(Sink):
         return memory
 
     def device_buffer(self, index: int) -> OnDevice | None:
-        """Where to receive a chunk on the one device to which all of it belongs; None if
-        ``buffers`` is better."""
+        """The place to receive a chunk that belongs on one device. None if ``buffers`` is
+        better."""
         self._check_open(is_thorough=False)
         device = self._there.get(index)
         staging = (

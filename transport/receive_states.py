@@ -58,9 +58,9 @@ class StateSink(Sink):
 
     ``acquire`` returns slots of ``arena``; it waits for memory as a capture does, or raises
     OverBudget. ``party`` is the sender of the state. Chunks in memory that are ours, or came from
-    the same party, are used in place, and stay here; chunks that one of ``relatives`` (uids of
-    states that are ours or the party's) has on ``lender`` are read from there. Each other distinct
-    chunk is requested once.
+    the same party, are used in place, and stay here. ``relatives`` are uids of states that are ours
+    or the party's. Their chunks on ``lender`` are read from there. Each other distinct chunk is
+    requested once.
 
     :raises OverBudget: the state can never fit.
     """

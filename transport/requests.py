@@ -100,7 +100,7 @@ class Chains:
 
     def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
         """Put a receiver at the end of the line, or let it ask again from its place. Returns the
-        url to ask; None: this server.
+        url of its source, or None for this server.
 
         The receivers in ``failed`` did not answer it; they leave the line. No receiver is sent to
         one that waits for it.
@@ -402,10 +402,10 @@ class IncomingRequests:
 
     def _require(self, question: Question) -> Service:
         if self._service is None:
-            raise PeerFault(f"{type(question).__name__} was asked of a side that serves nothing")
+            raise PeerFault(f"{type(question).__name__} was sent to a side that serves nothing")
         return self._service
 
-    # --- what the store answers -------------------------------------------------------------------
+    # --- requests to the store --------------------------------------------------------------------
 
     async def _answer(self, question: Question) -> bytes:
         """The body of the answer. If this raises, the error is the answer."""
@@ -497,8 +497,8 @@ class IncomingRequests:
                 )
             if not self._offered.take(push.bytes):
                 raise Unavailable(
-                    f"there is no room for {push.bytes} bytes of a further push now: try again when"
-                    " others are done"
+                    f"a further push of {push.bytes} bytes does not fit in memory now: try again"
+                    " when other pushes are done"
                 )
         except DatastatesError as exc:
             self._refused[number] = push.bytes
@@ -570,7 +570,7 @@ def _release_late(late: Callable[[_T], object], done: Future[_T]) -> None:
         _logger.exception("the result of a cancelled request could not be released")
 
 
-# Our own requests, and their answers as they come in parts.
+# Our own requests. A response comes in parts.
 
 
 _PENDING_AT_ONCE = 64
@@ -627,20 +627,20 @@ class OutgoingRequests:
     def answered(self, message: Answer) -> None:
         """Take in a part of an answer.
 
-        :raises PeerFault: it answers no question, or the parts are longer than allowed, or shorter
-            than a part of a longer answer must be.
+        :raises PeerFault: it belongs to no request, or the parts are longer than allowed, or a part
+            before the last is too short.
         """
         pending = self._find(message.id)
         if not message.is_last and len(message.data) != PART_BYTES:
             raise PeerFault(
-                f"{self._peer} answers in a part of {len(message.data)} bytes, where each but the"
-                f" last has {PART_BYTES}"
+                f"{self._peer} sent a part of {len(message.data)} bytes, where each but the last"
+                f" has {PART_BYTES}"
             )
         if pending is None:
             return
         if len(pending.body) + len(message.data) > pending.limit:
             raise PeerFault(
-                f"{self._peer} answers with more than the {pending.limit} bytes that were asked for"
+                f"{self._peer} sent a response of more than the {pending.limit} bytes allowed"
             )
         pending.body += message.data
         pending.touched_at = self._clock()
@@ -650,7 +650,7 @@ class OutgoingRequests:
     def failed(self, message: Failed) -> None:
         """Take in an error as the answer to a question.
 
-        :raises PeerFault: it answers no question.
+        :raises PeerFault: it belongs to no request.
         """
         pending = self._find(message.id)
         if pending is not None:
@@ -694,6 +694,6 @@ class OutgoingRequests:
 
     def _find(self, number: int) -> _Pending | None:
         if number >= self._next:
-            raise PeerFault(f"{self._peer} answers question {number}, which was never asked")
+            raise PeerFault(f"{self._peer} sent a response to an unknown request {number}")
         pending = self._pending.get(number)
         return None if pending is None or pending.done.done() else pending

@@ -79,8 +79,8 @@ class ProcessMemory:
         """Fill ``into`` with the bytes from ``address`` on. False if they cannot all be read; some
         of ``into`` may then be written.
 
-        A process that exists after the read existed before: the bytes are its own, and not those of
-        another process with the same pid.
+        A process that exists after the read also existed before it. Therefore no other process
+        with the same pid was read.
         """
         assert _readv is not None, "reach found it"
         length = sum(view.nbytes for view in into)

@@ -320,7 +320,7 @@ class ChunkSender:
         """
         if question.handle >= self._next:
             raise PeerFault(
-                f"{self._peer} asks for digests under handle {question.handle}, which it was never"
+                f"{self._peer} requested digests under handle {question.handle}, which it was never"
                 " given"
             )
         held = self._held.get(question.handle)
@@ -328,7 +328,7 @@ class ChunkSender:
             raise Closed(_CLOSED)
         if max(question.indexes) >= len(held.lengths):
             raise PeerFault(
-                f"{self._peer} asks for the digest of chunk {max(question.indexes)} of"
+                f"{self._peer} requested the digest of chunk {max(question.indexes)} of"
                 f" {len(held.lengths)}"
             )
         self._used_at = self._clock()
@@ -571,7 +571,7 @@ class ChunkReceiver:
         if not isinstance(buffers, OnDevice) and len(buffers) > PIECES:
             raise InvalidInput(
                 f"chunk {index} is to be received in {len(buffers)} pieces: at most {PIECES} can be"
-                " asked for"
+                " requested"
             )
         async with self._room:
             for left in reversed(range(_TRIES)):
@@ -582,7 +582,7 @@ class ChunkReceiver:
                     if not left:
                         raise broken.error from None
                     _logger.info(
-                        "chunk %d is asked for again over a new link: %s", index, broken.error
+                        "chunk %d is requested again over a new link: %s", index, broken.error
                     )
                 else:
                     return

@@ -204,8 +204,8 @@ class Server:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether only this machine can reach a url: its host is in 127.0.0.0/8, ::1 or localhost, or
-    its scheme is ``memory``."""
+    """Whether only this machine can reach a url. Such a url has a host in 127.0.0.0/8, ::1 or
+    localhost, or the scheme ``memory``."""
     parts = urlsplit(url)
     if parts.scheme == "memory" or parts.hostname == "localhost":
         return True

@@ -353,15 +353,19 @@ def _told(offer: Offer) -> tuple[State, list[State], list[Ref], dict[str, Run]]:
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """Counts of a server since its start: bytes and chunks sent; peers now and ever; connections
-    that were refused.
+    """Counts of a server since its start.
 
-    ``refused_for`` has the reasons: ``room`` (no place for the connection), ``gave way`` (to others
-    that came while it proved nothing), ``late`` (it proved nothing in time), ``left``; or the kind
-    of the error that it was told, such as ``unauthorized``. ``connections`` are here now, including
-    those that have not proved anything yet. ``made_way`` counts peers that ended because others
-    waited for their place, ``pins_revoked`` counts states that peers held open and whose memory a
-    capture needed.
+    ``refused_for`` counts refused connections by reason:
+
+    - ``room``: all places were taken
+    - ``gave way``: it had proved nothing when other connections needed its place
+    - ``late``: it proved nothing in time
+    - ``left``: it ended before it proved anything
+    - the kind of the error that was sent to it, such as ``unauthorized``
+
+    ``connections`` counts current connections, including those that have not proved anything yet.
+    ``made_way`` counts peers that ended because others waited for their place. ``pins_revoked``
+    counts states that peers held open and whose memory a capture needed.
     """
 
     bytes_sent: int
@@ -522,8 +526,8 @@ def serve_together(group: Group, begin: Callable[[], Server]) -> Server:
 def _for_peers(server: Server) -> PeerServer:
     if not isinstance(server, PeerServer):
         raise InvalidInput(
-            f"{server.url} is for browsers, who clone no states: leave group= out, or serve at a"
-            " tcp:// address"
+            f"{server.url} is for browsers, which cannot clone with a group. Leave group= out, or"
+            " serve at a tcp:// address"
         )
     return server
 

@@ -227,7 +227,7 @@ class Session:
         """A session with the server at ``url``, over ``channel`` if one is already open; ``data``
         as in ``handshake.offer``.
 
-        :raises Disconnected: nobody answers there in time.
+        :raises Disconnected: no process accepts in time.
         :raises Unauthorized: the tokens differ.
         :raises PeerFault: the other end is not datastates, or speaks another version.
         :raises Unsupported: the two sides have no data plane in common.
@@ -258,8 +258,8 @@ class Session:
         admission: Callable[[], None] = lambda: None,
         data: str = "auto",
     ) -> Self:
-        """A session with the client at the other end of ``channel``; ``admission`` may refuse one
-        that knows the token.
+        """A session with the client at the other end of ``channel``; ``admission`` may refuse a
+        client with the right token.
 
         :raises DatastatesError: there is no session; the channel is closed.
         """
@@ -478,7 +478,7 @@ class Session:
             case Ping(sent):
                 if not self._receiving.claim(sent):
                     raise PeerFault(
-                        f"{self.peer} says it has sent {sent} bytes, which it was not asked for"
+                        f"{self.peer} reported {sent} sent bytes that were not requested"
                     )
             case Want():
                 if self._sending.want(message):
@@ -529,18 +529,17 @@ class Session:
             raise Disconnected(f"{self.peer} has read nothing for {limit:g} s")
         if self._receiving.stalled_s > limit:
             raise Disconnected(
-                f"{self.peer} is alive, but has sent nothing of the chunks that were asked for in"
-                f" {limit:g} s"
+                f"{self.peer} is alive, but has sent nothing of the requested chunks in {limit:g} s"
             )
         if self._sending.stalled_s > limit:
             raise Disconnected(
-                f"{self.peer} is alive, but has taken nothing of the chunks that it asked for in"
+                f"{self.peer} is alive, but has taken nothing of the chunks that it requested in"
                 f" {limit:g} s"
             )
         if self._incoming.stalled_s > limit:
             raise Disconnected(
-                f"{self.peer} is alive, but has sent nothing for {limit:g} s of what it says of a"
-                " state that it pushes"
+                f"{self.peer} is alive, but for {limit:g} s has sent nothing of the description of"
+                " a state that it pushes"
             )
         if self._sending.idle_s > _IDLE_TIMEOUTS * limit:
             raise Disconnected(

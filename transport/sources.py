@@ -121,7 +121,7 @@ class Sources:
     # --- questions --------------------------------------------------------------------------------
 
     async def sessions(self) -> list[tuple[str, Session]]:
-        """A session for requests with every url that answers.
+        """A session for requests with every reachable url.
 
         :raises Disconnected: none does.
         """
@@ -142,7 +142,7 @@ class Sources:
         if not found:
             raise errors[0]
         for error in errors:
-            _logger.warning("a source does not answer, the others go on without it: %s", error)
+            _logger.warning("a source does not answer and is left out: %s", error)
         return found
 
     async def connected(self, url: str) -> Session:
@@ -268,7 +268,7 @@ class Sources:
         if is_chain:
             raise InvalidInput(
                 f"state {state.uid} has {state.world_size} parts, and a chain passes on states of"
-                " one part: leave chain=True out; the ranks of a job clone it together with group="
+                " one part: leave chain=True out, or clone on all ranks of a job with group="
             )
         parts = await open_parts(state, urls, self.connected)
         source = ", ".join(dict.fromkeys(holder.url for holder in parts.holders))

@@ -50,8 +50,8 @@ class Holders:
 
 
 def plan(places: Sequence[bytes], parts: int) -> list[Holders]:
-    """For each part, the sources that serve it. ``places``: by source and part, how far away the
-    part is from that source; 255 if it does not have it.
+    """For each part, the sources that serve it. ``places`` is the distance of each
+    part from each source, or 255 if the source does not have the part.
 
     The nearest sources serve, at most four. Each part begins with the next source, so that the load
     is even.
@@ -190,7 +190,7 @@ async def open_parts(state: State, urls: Sequence[str], connect: Connect) -> Ope
     """Open a state at the processes that serve it at ``urls``, and at the other processes of their
     jobs, which they name.
 
-    :raises Unavailable: nobody has a part; says whose.
+    :raises Unavailable: no source has a part; the error names its rank.
     :raises Corrupt: the parts are not those of this state.
     """
     size = state.world_size
@@ -213,7 +213,7 @@ async def fetch_parts(
     """Bring every chunk that is missing in ``sink``, which receives the joined state, from all
     parts at once; like ``fetch``.
 
-    :raises DatastatesError: a part is no longer available; says whose.
+    :raises DatastatesError: a part is no longer available; the error names its rank.
     """
     missing = set(sink.missing())
     views = [
@@ -317,7 +317,7 @@ async def _fetch_part(
                 error = exc
                 continue
             _logger.warning(
-                "the rest of the part of rank %d comes from %s: %s", part.rank, feed.name, error
+                "chunks of the part of rank %d now come from %s: %s", part.rank, feed.name, error
             )
             return [feed], None
         raise _of_part(part, error) from error
@@ -370,7 +370,7 @@ async def _open_each(
 ) -> list[OpenPart]:
     """Open every part at the holders that the plan names.
 
-    :raises Unavailable: nobody has one of them.
+    :raises Unavailable: no source has one of them.
     """
     size = state.world_size
     plans = plan([holder.places for holder in holders], size)

@@ -193,8 +193,7 @@ async def listen(
     join: Join | None = None,
     limiter: ConnectionLimiter | None = None,
 ) -> TcpListener:
-    """Listen on ``scheme://host:port``; ``accept`` runs for each peer that has sent its first
-    message.
+    """Listen at a url. ``accept`` runs for each peer that has sent its first message.
     ``join`` gets data connections as they arrive, before any byte of them is read.
 
     :raises Unavailable: the address cannot be bound.
@@ -303,7 +302,7 @@ async def _channel(
 async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChannel:
     """Connect to ``scheme://host:port``.
 
-    :raises Disconnected: nobody answers there in time, or the one that answers cannot be trusted.
+    :raises Disconnected: no process accepts in time, or the other end cannot be trusted.
     """
     _, host, port = split(url)
     context = client_context(tls)
@@ -372,7 +371,7 @@ def _server_context(tls: Tls | None) -> ssl.SSLContext | None:
         return None
     if tls.certificate is None:
         raise InvalidInput(
-            "a server with TLS needs tls.certificate, and tls.key if the key lies in another file"
+            "a server with TLS needs tls.certificate, and tls.key if the key is in another file"
         )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -145,7 +145,7 @@ class Transfer:
         """Wait until every byte is here and checked, and finish. Ctrl-C gives the transfer up, and
         is raised once nothing is written any more.
 
-        :raises TimeoutError: it takes longer; the transfer goes on.
+        :raises TimeoutError: it takes longer; the transfer continues.
         :raises Cancelled: it was cancelled.
         :raises Closed: the peer was closed, or this is a forked child.
         :raises Disconnected: no source is left (or Corrupt, Unavailable: what else went wrong).
@@ -168,7 +168,7 @@ class Transfer:
         return self._finish()
 
     def cancel(self) -> None:
-        """Stop the transfer; ``wait`` then raises Cancelled. Nothing after it is done."""
+        """Stop the transfer; ``wait`` then raises Cancelled."""
         self._future.cancel()
 
     @values.checked

@@ -92,8 +92,8 @@ class _Transfer:
 class Helper:
     """A helper, created by ``start``; belongs to the loop thread.
 
-    ``address`` is that of its worker. ``open`` lists the rights that it could not give up. Once it
-    ``is_over``, everything raises ``Disconnected``, with the reason why it ended.
+    ``address`` is the address of its worker. ``open`` lists the rights that it could not give up.
+    Once it ``is_over``, everything raises ``Disconnected``, with the reason why it ended.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Helper:
         """A process that waits for orders. ``environment`` has the settings of UCX that this class
         does not set itself.
 
-        :raises Unavailable: it does not start; the error says why.
+        :raises Unavailable: it does not start; the error gives the reason.
         """
         with ExitStack() as ours, ExitStack() as its:
             try:
@@ -259,7 +259,7 @@ class Helper:
     def take(self, report: Report) -> None:
         """Act on a report.
 
-        :raises ValueError: nobody asked for that.
+        :raises ValueError: it belongs to no request.
         """
         match report:
             case Ended():
@@ -522,11 +522,11 @@ _COPIED_AT_ONCE = 256 << 10  # on the loop's thread: waking another thread takes
 class UcxLink(StagedLink):
     """Tag messages to and from one peer; UCX matches tags over all peers of the helper.
 
-    Bytes are copied into the helper's memory to be sent, and out of it when they arrive. So a later
-    check covers bytes that no other process can change. A message of more than ``PART_BYTES``
-    travels as several with its tag, which UCX keeps in order. UCX notices a message that is longer
-    than the memory. A shorter one leaves the end of the memory unchanged, without an error;
-    the digest detects it.
+    Bytes are copied into the helper's memory to be sent, and out of it when they arrive. Later
+    checks therefore cover bytes that no other process can change. A message of more than
+    ``PART_BYTES`` is sent as several with its tag, which UCX keeps in order. UCX detects a message
+    that is longer than the memory. A shorter one leaves the end of the memory unchanged, without an
+    error; the digest detects it.
     """
 
     def __init__(
@@ -634,8 +634,9 @@ _logger = logging.getLogger(__name__)
 
 
 class UcxTransport(TcpTransport):
-    """``ucx://host:port``. One helper for each process, started on first use. It is bound to the
-    devices of the addresses that are served or dialled, and ends when this process does."""
+    """The transport of ``ucx://host:port``. One helper for each process, started on first use. It
+    is bound to the devices of the addresses that are served or dialled, and ends when this process
+    does."""
 
     scheme = "ucx"
 
@@ -747,7 +748,7 @@ class UcxTransport(TcpTransport):
             if last is not self._retired:
                 self._in_vain = 0 if last.moved else self._in_vain + 1
                 self._cause = str(last.error)
-                _logger.warning("%s; its links are made anew", self._cause)
+                _logger.warning("%s; its links are made again", self._cause)
             if self._in_vain >= _IN_VAIN:
                 self._in_vain, self._pause_until = 0, time.monotonic() + _PAUSE_S
         left = self._pause_until - time.monotonic()
@@ -758,8 +759,8 @@ class UcxTransport(TcpTransport):
             )
 
     async def bind(self, host: str | None) -> None:
-        """Use the device of this address for data too; None: all devices. A helper without the
-        device is replaced."""
+        """Use the device of this address for data too, or all devices if it is None. A helper
+        without the device is replaced."""
         device = device_of(host) if host is not None else None
         if device in self._devices:
             return
@@ -797,7 +798,7 @@ def _checked(address: bytes) -> bytes:
     )
     if not address.startswith(_MAGIC) or not raw or blake3(raw).digest(_DIGEST_BYTES) != digest:
         raise PeerFault(
-            f"the peer's address for data ({len(address)} bytes) is damaged, or none of UCX: does"
-            " it serve ucx:// too?"
+            f"the peer's address for data ({len(address)} bytes) is damaged, or not an address of"
+            " UCX. Check that the peer serves ucx:// too"
         )
     return raw

@@ -183,7 +183,7 @@ _F_SETOWN = 8
 _F_SETSIG = 10
 _F_SETOWN_EX = 15
 
-# Numbers on x86-64 and on aarch64; None: the call does not exist there.
+# Numbers on x86-64 and on aarch64, or None if the call does not exist there.
 _ALLOWED: Final[dict[str, tuple[int | None, int | None]]] = {
     "read": (0, 63),
     "write": (1, 64),

@@ -306,7 +306,7 @@ class Region(Allocator):
         self.fd = -1
 
     def close(self, error: Exception) -> None:
-        """Give ``error`` to callers that wait for room, now or later.
+        """Give ``error`` to callers that wait for memory, now or later.
 
         The memory is freed with the last view of it."""
         if self.fd >= 0:

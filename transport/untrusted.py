@@ -150,7 +150,7 @@ def _checked(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> CheckedManife
 def distrusting() -> Iterator[None]:
     """Blame the peer for errors that its bytes cause in our own code.
 
-    :raises Corrupt: instead of any error that is not one of our own classes.
+    :raises Corrupt: instead of any error outside of the package's error classes.
     """
     try:
         yield
@@ -380,7 +380,7 @@ def state_of(record: StateRecord, configs: Mapping[str, dict[str, Value]] | None
         )
     except (ValueError, OverflowError) as exc:
         raise PeerFault(
-            f"the peer's state {record.uid} is none that this version knows: {exc}"
+            f"the peer's state {record.uid} is not valid in this version: {exc}"
         ) from exc
 
 

@@ -398,8 +398,8 @@ class Axis(StrEnum):
 
 
 def along(session: Session, ids: Sequence[int], axis: Axis) -> list[float | None]:
-    """The positions of states, by row id and in the order of ``ids``: seconds since 1970, or
-    epochs, or None; nothing for steps."""
+    """The positions of the states ``ids`` (row ids), in their order: seconds since 1970, epochs,
+    or None. Empty if the axis is steps."""
     if axis is Axis.STEP:
         return []
     wanted = sorted(set(ids))

@@ -1,5 +1,5 @@
-"""The names in a lineage: its metrics, its attributes, the settings of its runs; and the error for
-an unknown name.
+"""The names in a lineage: metrics, attributes, and settings of runs. Also the error for an unknown
+name.
 
 A kind of names is called as in a query: ``metrics``, ``attr``, ``config``. To add a kind, add a
 line to ``_KINDS``.
@@ -121,7 +121,7 @@ def _quoted(key: str) -> str:
 
 
 def _close(field: Field, known: dict[str, str]) -> list[str]:
-    """The same name in any kind; else the most similar names, of its own kind if it has some."""
+    """The same name in any kind, or else the most similar name, of its own kind if there is one."""
     same = [name for name, key in known.items() if key.casefold() == field.key.casefold()]
     own = [name for name in known if name.startswith(f"{field.name}.")]
     for names_ in () if same else (own, list(known)):

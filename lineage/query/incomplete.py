@@ -254,10 +254,10 @@ class Outcome:
 
 
 def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outcome], list[str]]:
-    """The outcomes of these states, by uid in the order of ``asked``; and the uids for which the
-    lineage does not even have this rank's part.
+    """The outcomes of these states, by uid in the order of ``asked``. The second value has the uids
+    for which the lineage does not have this rank's part.
 
-    States that wait are in neither.
+    States that still wait for parts are in neither.
     """
     found: dict[str, Outcome] = {}
     forgotten: list[str] = []

@@ -110,7 +110,7 @@ class Branch:
 
     ``restorable`` of these can be restored, ``durable`` survive their process. ``bytes`` are those
     that they added. ``last``, ``best`` and ``best_restorable`` are of the chosen metric; None if
-    none of its own states has a number. A branch without own states has ``last``, ``best`` and
+    the branch has no state with a number. A branch without own states has ``last``, ``best`` and
     ``line`` of its whole path of first parents. ``config`` is the difference between the
     configuration of its newest run and that of the run that captured its fork; for a root it is all
     of the configuration. ``began_at`` is when its first own state was captured, ``changed_at`` when
@@ -511,7 +511,7 @@ def read_cursor(request: bytes, token: str) -> Place:
     return place
 
 
-# Where states come from: the branch to which each belongs; and which states came last.
+# The branch of each state, and the newest states.
 
 
 _NEWEST = select(func.max(STATE.c.id))

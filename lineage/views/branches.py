@@ -154,12 +154,12 @@ def branches(
         a leading ``-`` reverses it.
     :param group: ``study``, ``config.KEY`` or ``attr.KEY``: branches with the same value stand
         together.
-    :param after: ``next`` of the page before, with all else unchanged.
+    :param after: ``next`` of the page before. The other arguments must be the same.
     :param limit: the most branches to return; None: all.
-    :param living: tells whether the process of a run that did not finish is alive.
-    :param counts: gives what ``counts_of`` found some time ago: branches are sorted by it. What is
-        returned of each is counted anew.
-    :param drawn: the lines of earlier answers, which grow by those of this one.
+    :param living: returns whether the process of a run that did not finish is alive.
+    :param counts: returns an earlier result of ``counts_of``, by which branches are sorted. The
+        returned counts are always current.
+    :param drawn: the lines of earlier answers. This call adds its lines.
     :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises InvalidInput: one of these values is not valid.
     """

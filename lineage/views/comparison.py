@@ -67,7 +67,7 @@ class Compared:
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
     """One name, and its value for each state in order; None where a state has none.
-    ``direction`` says which values of a metric are better."""
+    ``direction`` is the better direction of a metric."""
 
     key: str
     values: tuple[Value, ...]
@@ -166,13 +166,13 @@ def _cell(value: Value) -> str:
 def check_count(count: int) -> None:
     """Check that so many states can be compared.
 
-    :raises InvalidInput: they cannot; the error says what to do.
+    :raises InvalidInput: they cannot; the error names the next step.
     """
     if count < 2:
         raise InvalidInput(f"a comparison needs two states or more, not {count}: name another one")
     if count > MOST_COMPARED:
         raise InvalidInput(
-            f"{count} states are too many to stand beside each other: name at most {MOST_COMPARED},"
+            f"{count} states are too many for one comparison: name at most {MOST_COMPARED},"
             " or see all branches by their settings and metrics: 'datastates branches --csv',"
             " parallel coordinates on the page"
         )
@@ -252,8 +252,8 @@ class Axis:
     """One setting or metric, and its value for each branch in order; None where a branch has none,
     or has only NaN.
 
-    ``varies``: at least two branches differ in it. ``direction`` says which values of a metric are
-      better.
+    ``varies``: at least two branches differ in it. ``direction`` is the better direction of a
+      metric.
     """
 
     key: str

@@ -127,12 +127,11 @@ def graph(
     ancestors: int | None = None,
     descendants: int | None = 0,
 ) -> nx.DiGraph[str]:
-    """The states ``of`` (uids; None: everything that a ref names), with the given numbers of
-    ancestors and descendants of each.
+    """The states ``of`` (uids) with the given numbers of ancestors and descendants of each.
 
-    None instead of a number means all. Nodes are uids with ``state`` (a ``State``) and ``refs``
-    (names). Edges go from parent to child, with ``kind`` and ``weight``, where both ends are in the
-    graph.
+    ``of`` is None for all states that a ref names. A number is None for all. Nodes are uids
+    with ``state`` (a ``State``) and ``refs`` (names). Edges go from parent to child, with ``kind``
+    and ``weight``, where both ends are in the graph.
 
     :raises NotFound: one of ``of`` is no state.
     """
@@ -344,8 +343,8 @@ _FAILURES_NEWEST = select(STATE.c.created_at).where(
 )
 
 
-# The content of a lineage in numbers. Most are counted anew each time: some tens of milliseconds
-# for 100,000 states.
+# The content of a lineage in numbers. Most are counted on every call, which takes some tens of
+# milliseconds for 100,000 states.
 
 
 # One scan of the table, without sorting.

@@ -1,9 +1,9 @@
 """A history drawn as lanes, from which any rows can be read at once, however long it is.
 
-The lanes of a row depend on all rows above it. So the open lines are saved at every ``STRIDE``
-rows, counted from the oldest, and rows are computed from the nearest saved place. When heads move
-by captures, only the new part on top is drawn: branches keep their columns, and as soon as the open
-lines equal those at a saved place, so does everything below it.
+The lanes of a row depend on all rows above it. Therefore the open lines are saved at every
+``STRIDE`` rows, counted from the oldest. Rows are computed from the nearest saved place. After
+captures moved heads, only the new part on top is drawn: branches keep their columns. Drawing stops
+at the first saved place with the same open lines, because all rows below it are unchanged.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class Front(Generic[Key]):
 
     States are identified by any key. ``preferred`` are columns for keys that no line leads to;
     other such keys stay out of these columns. ``begun`` has all such keys that were placed, and
-    where; ``width`` is the number of columns needed. ``trunk`` is a key that stands in the first
-    column; no line that begins beside it takes that column, whatever leads to it.
+    where; ``width`` is the number of columns needed. ``trunk`` is a key that is placed in
+    the first column. Until then, no new line begins in that column.
 
-    ``sources`` has the owner of the line in each column in use: the child that the line comes from
-    if it leads to a first parent, else the parent that it leads to.
+    ``sources`` has the owner of the line in each column in use. For a line to a first parent, the
+    owner is the child. For another line, the owner is the parent.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class Front(Generic[Key]):
         """``place`` for many keys, without returning where they stand. ``first`` are first parents
         by key, 0 where there is none.
 
-        Nearly every state only continues in its column, to a parent that nothing else leads to;
-        each of these takes a third of a microsecond.
+        Nearly every state only continues in its column, to a parent without other children.
+        Each of these takes a third of a microsecond.
         """
         awaited, firsts, more, sources, trunk = (
             self.awaited,
@@ -185,10 +185,10 @@ class Front(Generic[Key]):
     def pass_by(
         self: Front[int], run: Sequence[int], parent: int, further: Mapping[int, Sequence[int]]
     ) -> bool:
-        """``skip`` a whole run of rising keys at once, each the first parent of the next;
-        ``parent`` is that of the first.
+        """``skip`` a whole run of rising keys at once, each the first parent of the next.
+        ``parent`` is the parent of the first key.
 
-        Returns False, and does nothing, where anything else leads to one of them, or one merges.
+        Returns False, and does nothing, if another line leads to one of them, or one merges.
         """
         oldest, newest = run[0], run[-1]
         lane, trunk = self._first.get(newest, -1), self._trunk
@@ -419,8 +419,8 @@ class Drawing:
         return None if index is None else len(self.order) - 1 - index
 
     def rows(self, first: int, count: int) -> list[Placement]:
-        """Rows from ``first`` on, newest first; the cost is that of the returned rows and of
-        fewer than ``STRIDE`` rows above them."""
+        """Rows from ``first`` on, newest first. It computes the returned rows and fewer than
+        ``STRIDE`` rows above them."""
         end = len(self.order) - first
         return list(self._draw(end, max(0, end - count))) if end > 0 else []
 
@@ -540,7 +540,7 @@ def _draw_all(
     *,
     preferred: Mapping[int, int] | None = None,
 ) -> Drawing | None:
-    """Draw from the top until the lines equal those of ``old``, or to the end."""
+    """Draw from the top until the lines equal the lines of ``old``, or to the end."""
     place = end = len(order)
     if trunk is not None and position(order, trunk) is None:
         trunk = None
@@ -587,8 +587,8 @@ def _is_kept(place: int, lines: int) -> bool:
 
 
 def _preferred(topology: Ancestry, old: Drawing, heads: frozenset[int]) -> dict[int, int]:
-    """The columns in which heads stood before, or else those of the states that they were
-    captured from."""
+    """The earlier columns of heads. A new head gets the column of the state that it was captured
+    from."""
     first, last = topology.first, old.order[-1] if old.order else 0
     found: dict[int, int] = {}
     for head in heads:
@@ -650,8 +650,8 @@ _OFTEN = 256  # runs of states between two calls of ``pause``
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """The nodes of a history. ``first`` and ``further`` are their parents, which are nodes too, as
-    ``Topology`` has those of states.
+    """The nodes of a history. ``first`` and ``further`` are their parents, which are nodes too.
+    ``Topology`` has the same attributes for states.
 
     ``counts`` are the numbers of states in stretches, and ``newest`` the row id of the newest state
     of each; other nodes are single states. ``node_of`` has the node of a state by its row id, or a
@@ -692,9 +692,9 @@ def skeleton(
     old: Skeleton | None = None,
     pause: Callable[[], None] = lambda: None,
 ) -> Skeleton:
-    """The skeleton of the states in ``order``, which rises; ``keep`` become nodes of their own.
-    ``old`` is that of the same history when it was shorter: it is reused if only captures came
-    since. ``pause`` is called every few thousand states.
+    """The skeleton of the states in ``order``, which rises; ``keep`` become separate nodes.
+    ``old`` is the skeleton of an earlier, shorter state of this history. It is reused if only
+    captures were added since. ``pause`` is called every few thousand states.
     """
     wanted = frozenset(keep)
     grown = None if old is None else _grow(topology, order, wanted, old)
@@ -848,7 +848,7 @@ def _join(
 
 def opened(made: Skeleton, shown: Iterable[int], alone: Iterable[int] = ()) -> Skeleton:
     """The skeleton with all states of the stretches of ``shown``, and the states in ``alone``,
-    as nodes of their own."""
+    as separate nodes."""
     firsts, counts, newest = dict(made.first), dict(made.counts), dict(made.newest)
     node_of = array("q", made.node_of)
     above = {parent: node for node, parent in made.first.items() if parent in made.counts}
@@ -890,7 +890,7 @@ def _part(
     node_of: array[int],
     above: dict[int, int],
 ) -> None:
-    """Split a stretch, so that some of its states are nodes of their own."""
+    """Split a stretch, so that some of its states are separate nodes."""
     chain, id_ = [], newest[node]
     while id_ != node:
         chain.append(id_)

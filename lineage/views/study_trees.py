@@ -1,6 +1,6 @@
 """Studies: the tree of their variants, the cost and result of each, and which failed and why.
 
-What a study trained is in refs and in attributes of states. Its rows (``change/studies``) have its
+Refs and attributes of states record what a study trained. Its rows (``change/studies``) have its
 plan, the time it took and its failures. For a study without rows, as after a rebuild without a
 backup, the variants are those that have branches.
 """
@@ -53,7 +53,7 @@ _ATTRIBUTES = ("study", "variant", "epoch", "samples", "samples_all", "variant_s
 class Stage(StrEnum):
     """How far a variant has come.
 
-    ``begun``: nobody is training it now; the study's next run continues with it."""
+    ``begun``: no process trains it now. The study's next run continues with it."""
 
     DONE = "done"
     RUNNING = "running"
@@ -99,7 +99,7 @@ class StudyVariant:
     ``rank`` 1 is the best of those that are done.
 
     ``depth`` counts its ancestors in the plan. ``epoch`` of ``epochs`` are over; ``samples`` of
-    ``samples_all`` were trained on, None if the plan does not say. ``config`` is what it changes;
+    ``samples_all`` were trained on, None if they are not planned. ``config`` is what it changes;
     ``set`` is what that changed in restored optimizers. ``took_s`` is the number of seconds over
     all ``attempts`` that ended; ``states`` and ``bytes`` are what its branch has to itself.
     ``alike`` are variants that ended with the same bytes. ``error`` says why its last attempt
@@ -173,7 +173,7 @@ def study(
         have.
     :param direction: which of its values are better; None: judged by its name.
     :param limit: the most variants to return; None: all.
-    :param living: tells whether the process of a run that did not finish is alive.
+    :param living: returns whether the process of a run that did not finish is alive.
     :raises NotFound: there is no such study.
     """
     rows = _read(session, name)
@@ -224,7 +224,7 @@ class _Row:
 
     @property
     def has_reported(self) -> bool:
-        """Whether its branch stands at a state of its own."""
+        """Whether its branch is at a state that the variant itself captured."""
         return bool(self.attributes)
 
 
@@ -236,7 +236,7 @@ def _names_studies(session: Session) -> list[str]:
 
 
 def _read(session: Session, study: str) -> dict[str, _Row]:
-    """The variants by name: those of the plan, and those that only have a branch."""
+    """The variants by name, from the plan and from branches that the plan does not have."""
     rows: dict[str, _Row] = {}
     for planned in session.execute(_PLANNED, {"of": study}):
         rows[planned.name] = _Row(
@@ -305,11 +305,11 @@ def _head_ids(rows: Mapping[str, _Row]) -> list[int]:
     return [row.head.id for row in rows.values() if row.head is not None]
 
 
-# What is said
+# The tree of variants
 
 
 def _tree(rows: Mapping[str, _Row]) -> Iterable[tuple[_Row, int]]:
-    """Each variant with its depth, parents before children; each once, whatever the rows say."""
+    """Each variant once, with its depth, parents before children. A circle does not repeat."""
     children: defaultdict[str | None, list[_Row]] = defaultdict(list)
     for row in sorted(rows.values(), key=lambda one: (one.place, one.name)):
         children[row.parent].append(row)
@@ -544,7 +544,7 @@ class Ingredient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """One merged state. ``method`` is that of ``Repository.merge``; ``refs`` are its names."""
+    """One merged state. ``method`` is as for ``Repository.merge``; ``refs`` are its names."""
 
     state: str
     step: int
@@ -667,8 +667,8 @@ class Report:
     """One report on outliers: over ``count`` samples, of which ``suspects`` were selected at
     ``noise_rate``.
 
-    The ``kept`` highest ranked of them are stored here. ``cost`` says what training and scoring
-    took.
+    The ``kept`` highest ranked of them are stored here. ``cost`` is the time of training and
+    scoring.
     """
 
     id: int
@@ -725,7 +725,7 @@ def report(session: Session, id_: int, *, after: int = 0, limit: int = 100) -> R
     """
     row = session.execute(_REPORTS.where(REPORT.c.id == id_)).first()
     if row is None:
-        raise NotFound(f"there is no report {id_}: outliers says which there are")
+        raise NotFound(f"there is no report {id_}: outliers lists the reports")
     found = session.execute(_SAMPLES, {"id": id_, "after": after, "limit": limit + 1}).all()
     samples = tuple(
         msgspec.convert(

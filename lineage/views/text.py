@@ -1,4 +1,4 @@
-"""Words for people, wherever they read them: uids, sizes, times, and text of others made harmless.
+"""Text for people: uids, sizes, times, and untrusted text made harmless.
 
 Pure functions."""
 
@@ -44,8 +44,8 @@ def relevant_keys(
 
 
 def _rank(key: str) -> tuple[int, int, str, int, str]:
-    """The rank of a key: ``loss``; ``val_loss`` and the rest of ``val``; other losses; then the
-    rest, each group by its prefix."""
+    """The sort key of a metric. ``loss`` is first, then ``val_loss`` and similar keys, then
+    other losses, then all other keys by prefix."""
     words = [word.lower() for word in _RELEVANCE_WORD.findall(key)] or [""]
     is_loss = int(words[-1] != "loss")
     group = (
@@ -86,7 +86,7 @@ def by_rank(
 
 
 def ranks_of(keys: Iterable[str]) -> dict[str, list[int]]:
-    """For the metrics of many states, by name: which ranks had a value of their own.
+    """For the metrics of many states, by name: the ranks that had a separate value.
 
     Metrics that only one rank had are left out."""
     known = set(keys)
@@ -97,8 +97,8 @@ def ranks_of(keys: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _split(key: str, known: Container[str]) -> tuple[str, int] | None:
-    """The name and the rank in the key of one rank's metric, if the metric of all ranks and that
-    of rank 0 exist beside it."""
+    """The name and the rank in the key of one rank's metric. None unless the metric of all ranks
+    and the metric of rank 0 exist too."""
     found = _OF_RANK.fullmatch(key)
     return (
         None

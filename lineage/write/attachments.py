@@ -37,8 +37,7 @@ raised."""
 
 @dataclass(frozen=True, slots=True)
 class PlannedVariant:
-    """One variant of a plan: the variant that it continues from (None: the start), its epochs, and
-    what it changes."""
+    """One variant of a plan. It continues from ``parent``, or from the start if that is None."""
 
     name: str
     parent: str | None
@@ -277,8 +276,8 @@ def check(known: str | None, found: str, uid: str) -> None:
     if known is not None and known != found:
         raise Corrupt(
             f"state {uid} holds other bytes than when it was sealed ({found[:16]} now, {known[:16]}"
-            " then), though their digests against rot agree: they were forged on purpose; restore"
-            " another state, or bring this one again from where it is sound"
+            " then), though their digests against rot agree. They were forged on purpose: restore"
+            " another state, or copy this one again from an intact source"
         )
 
 

@@ -11,12 +11,11 @@ Rules:
 - Every part names as its parent the state that its rank captured, or skipped, before. If that
   parent was given up, the parent's own parent takes its place, and so on; if it is still waiting,
   the state waits too. A row of rank -1 or below, under the uid of a state that waits, names a
-  complete state that waits for it. The row of the lowest possible rank holds how many parts were
-  reported, so that nobody has to count them.
+  complete state that waits for it. The row of the lowest possible rank holds the number of
+  reported parts, so that no query has to count them.
 - A state whose part is gone is given up: when the run that reported the part died, or ended while
   the part was only in its memory (``runs``). A part that outlives its run stays: another rank may
-  be later, or be run later, and nobody here can know that it will not. ``waiting`` reports that the
-  runs behind such a state have ended.
+  be later, or be run later. ``waiting`` reports that the runs behind such a state have ended.
 - Reports of states of one branch take turns. Otherwise two ranks that report the last parts of a
   state, or of a state and of its parent, would each take the other's part for missing.
 """
@@ -262,8 +261,8 @@ def _check(told: PartReport) -> None:
         )
     if not new.status.is_restorable:
         raise InvalidInput(
-            f"rank {rank} of {new.uid} is said to be {new.status}: a part is told once its bytes"
-            " are somewhere"
+            f"rank {rank} of {new.uid} has the status {new.status}: report a part once its bytes"
+            " are in a tier"
         )
 
 
@@ -314,8 +313,8 @@ def _tell(session: Session, told: PartReport, runs: Mapping[str | None, int | No
 def _was_told(told: PartReport, known: Mapping[int, Any], whole: str | None) -> bool:
     """Whether a part was reported before.
 
-    :raises Conflict: a different one was, or what it says of the state contradicts what another
-        part says, as far as that is kept.
+    :raises Conflict: a different one was, or its facts about the state contradict the recorded
+        facts of another part.
     """
     new, rank, size = told.new, told.rank, told.new.facts.world_size
     for other in known.values():
@@ -325,12 +324,12 @@ def _was_told(told: PartReport, known: Mapping[int, Any], whole: str | None) -> 
     if digest is None and whole is not None:
         raise Conflict(
             f"there is a state {new.uid} already, which has no such parts: every capture needs a"
-            " uid of its own"
+            " new uid"
         )
     if digest and digest != new.digest:
         raise Conflict(
-            f"rank {rank} of state {new.uid} was told with the digest {digest[:16]}, and now with"
-            f" {new.digest[:16]}: every capture needs a uid of its own"
+            f"rank {rank} of state {new.uid} was told with the digest {digest[:16]}, and now"
+            f" with {new.digest[:16]}: every capture needs a new uid"
         )
     return digest is not None
 
@@ -339,7 +338,7 @@ def _check_alike(told: PartReport, other: int, theirs: Mapping[str, Any]) -> Non
     """Raise unless a part agrees about its state with the part of the rank ``other``, as far as
     that is stored.
 
-    :raises Conflict: it does not; the error says what is different.
+    :raises Conflict: it does not; the error names the difference.
     """
     ours = _common(told)
     wrong = [key for key in ours if key in theirs and ours[key] != theirs[key]]
@@ -351,7 +350,7 @@ def _check_alike(told: PartReport, other: int, theirs: Mapping[str, Any]) -> Non
         if form == their_form:
             raise Conflict(
                 f"rank {told.rank} of state {told.new.uid} was captured after"
-                f" {updates or 'uncounted'} steps of the optimizer, and that of rank {other} after"
+                f" {updates or 'uncounted'} steps of the optimizer, and rank {other} after"
                 f" {their_updates or 'uncounted'}: let all ranks capture at the same places, or"
                 " give each capture its step"
             )

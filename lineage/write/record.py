@@ -132,7 +132,7 @@ def _check(new: NewState) -> None:
     facts = new.facts
     if new.status.is_restorable and not new.tier:
         raise InvalidInput(
-            f"{facts.uid} is said to be {new.status}, and not where: name the tier that holds its"
+            f"{facts.uid} has the status {new.status}, but no tier: name the tier that holds its"
             " bytes"
         )
     if not _UID.fullmatch(facts.uid):
@@ -156,7 +156,7 @@ def _check(new: NewState) -> None:
             )
     if not 1 <= facts.world_size <= values.RANKS:
         raise InvalidInput(
-            f"{facts.uid} is said to have {facts.world_size} parts: a state has 1 to {values.RANKS}"
+            f"{facts.uid} has {facts.world_size} parts: a state has 1 to {values.RANKS}"
         )
     if not all(math.isfinite(edge.weight) for edge in facts.edges):
         raise InvalidInput(f"a further parent of {facts.uid} has a weight that is no number")
@@ -164,7 +164,7 @@ def _check(new: NewState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """The facts about a state that later states need. Only parents need ``step``."""
+    """The facts about a state that later states need. ``step`` is needed of parents only."""
 
     id: int
     generation: int
@@ -460,7 +460,7 @@ class _Rows:
         except exc.IntegrityError as error:
             uids = " or ".join(str(row["uid"]) for row in self._states)
             raise Conflict(
-                f"there is a state {uids} already: every capture needs a uid of its own"
+                f"there is a state {uids} already: every capture needs a new uid"
             ) from error
         for statement, rows in self._belongings.items():
             if rows:

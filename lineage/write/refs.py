@@ -52,7 +52,7 @@ _FORBIDDEN = re.compile(r"[\s\x00-\x1f\x7f~^@{}:\\?*\[\]\"'`()]|\.\.")
 def check_name(name: str) -> str:
     """The name itself, if it is valid for a branch or a tag.
 
-    :raises InvalidInput: it is not; the error says why, and proposes a valid one.
+    :raises InvalidInput: it is not; the error gives the reason and a valid name.
     """
     problem = _problem(values.string(name, "the name of a branch or a tag"))
     if problem:

@@ -329,8 +329,8 @@ def withdraw(
     """Note that a state's bytes leave these places (tier, node); returns the state as it is then.
     Drop the bytes once this is committed.
 
-    A state that from then on only ``volatile`` tiers hold is ``captured`` again, one that nobody
-    holds ``evicted``.
+    A state that only ``volatile`` tiers hold afterwards becomes ``captured`` again. A state that no
+    tier holds becomes ``evicted``.
 
     :raises NotFound: there is no such state.
     :raises Conflict: a ref counts on it (see ``check_withdrawal``).
@@ -365,8 +365,9 @@ def withdraw_all(
     that do. Drop the bytes once this is committed.
 
     States that something began to count on since the ids were chosen stay (see ``leading``), and so
-    do those that another process than ``holder`` has in its ``volatile`` tiers. A state that from
-    then on only ``volatile`` tiers hold is ``captured`` again, one that nobody holds ``evicted``.
+    do those that another process than ``holder`` has in its ``volatile`` tiers. A state that
+    only ``volatile`` tiers hold afterwards becomes ``captured`` again. A state that no tier holds
+    becomes ``evicted``.
     """
     take_turns(session)
     held = leading(session, ids, tier=tier, node=node) | held_by_others(
@@ -386,8 +387,8 @@ def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> 
     """The state, if its bytes may go: no ref names it and no branch would go back to it, or
     ``is_forced``.
 
-    :raises Conflict: a ref counts on it; or nothing else of a branch can be restored, which
-        ``is_forced`` does not override.
+    :raises Conflict: a ref counts on it, or it is the last restorable state of a branch.
+        ``is_forced`` does not override the second reason.
     :raises Unsupported: several ranks hold it.
     """
     found = state(session, uid)
@@ -397,7 +398,7 @@ def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> 
         )
     if not found.status.is_restorable:
         return found
-    # else what is asked is where names lead once memory is gone
+    # for a durable state: check the refs as they are once memory is lost
     is_lasting = found.status is not Status.CAPTURED
     asked = {
         "ids": [id_of(session, uid)],

@@ -81,7 +81,7 @@ def start(session: Session, run: Run) -> None:
     :raises NotFound: the process that it names does not exist.
     """
     if session.execute(select(RUN.c.id).where(RUN.c.uid == run.uid)).first():
-        raise Conflict(f"run {run.uid} was recorded before: every run needs a uid of its own")
+        raise Conflict(f"run {run.uid} was recorded before: every run needs a new uid")
     if (
         run.process is not None
         and not session.execute(select(RUN.c.id).where(RUN.c.uid == run.process)).first()
@@ -212,7 +212,7 @@ def listing(
 def of_job(job: str, rank: int, size: int) -> dict[str, Value]:
     """What each run of a training of several ranks records of it.
 
-    There is one run for each rank. Only the run of rank 0 is shown."""
+    There is one run for each rank. Views show the run of rank 0 only."""
     return {f"{OURS}job": job, RANK: rank, f"{OURS}ranks": size}
 
 
@@ -228,7 +228,7 @@ def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Ru
     rank = RUN.c.config[RANK].as_integer()
     its = RUN.c.config[f"{OURS}job"].as_string() == job
     found = _by_id(session, select(RUN).where(its, rank.in_(sorted(ranks)))).values()
-    # the query says that it is a number
+    # the query selects only numbers
     return {each.config[RANK]: each for each in found}  # type: ignore[misc]
 
 
@@ -314,7 +314,7 @@ def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
     """Mark states as lost. Each replica in the memory of these processes is gone.
 
     A state that a living process cloned on the same database is still in the memory of that
-    process. (A replica that names no process belongs to the run that captured the state.)
+    process. A replica that names no process belongs to the run that captured the state.
     """
     theirs = union(_captured(runs), _cloned(runs), _shared(runs))
     held = STATE.c.id.in_(theirs)
@@ -388,7 +388,7 @@ def _move_back(session: Session) -> list[Recovered]:
         else:
             new_id, went = id_of(session, found.uid), "went back to the newest restorable state"
             done = session.execute(_MOVE_BACK, {**seen, "new": new_id})
-        if done.rowcount == 1:  # else somebody moved it meanwhile, and knows better
+        if done.rowcount == 1:  # else another process moved it meanwhile, which wins
             if new_id is None:
                 segments.detach(session, name)
             else:

@@ -142,7 +142,7 @@ def grow(session: Session, tallies: Mapping[tuple[int, str], Tally], ends: Colle
         _insert(session, found)
 
 
-# The rest
+# States that move to another segment
 
 
 def _give_to_fork(session: Session, segment: int) -> None:
@@ -238,8 +238,8 @@ def _insert(session: Session, made: Mapping[tuple[int, int, str], Tally]) -> Non
 
 
 def _ending() -> Any:
-    """The walk back from the last state of each stretch to its first one, or to that of the
-    segment."""
+    """The walk back from the last state of each stretch to its first state, or to the first state
+    of the segment."""
     fixed = (STATE.c.generation - (STATES - 1)).label("low"), STATE.c.segment_id.label("own")
     start = select(*path_columns(STATE), *fixed).where(
         STATE.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True))
