@@ -107,9 +107,9 @@ os.register_at_fork(after_in_child=_let_go_of_inherited)
 class ConnectionLimiter:
     """Admits connections while an ``Admission`` has free places. Belongs to the loop thread.
 
-    ``late`` counts those whose time was up, ``foreign`` those that began with nothing that could be
-    ours. ``unproved`` counts these and all others that ended without having proved anything, except
-    late ones and those that had to give way.
+    ``late`` counts connections that missed the deadline. ``foreign`` counts connections whose first
+    bytes are of another protocol. ``unproved`` counts these and all other connections that ended
+    without having proved anything, except late and displaced ones.
     """
 
     def __init__(self, admission: Admission | None = None) -> None:
@@ -130,8 +130,8 @@ class ConnectionLimiter:
 
 
 class AdmittedConnection:
-    """A connection that was let in. Until it is held it gives way to others, and it ends when
-    its time is up, at ``due`` on the loop's clock."""
+    """An admitted connection. Until it is held, others may displace it, and it ends at ``due``
+    on the loop's clock."""
 
     def __init__(self, limiter: ConnectionLimiter, place: Place, end: Callable[[], None]) -> None:
         self._limiter, self._place, self._end = limiter, place, end
@@ -141,7 +141,7 @@ class AdmittedConnection:
         self._timer = loop.call_at(self.due, self._expire)
 
     def hold(self) -> None:
-        """Keep the connection for as long as its other end likes, which has proved itself."""
+        """Remove the deadline, since the other end has proved itself."""
         self._timer.cancel()
         self._place.hold()
         self._is_counted = True
@@ -149,8 +149,8 @@ class AdmittedConnection:
     def hand_over(self) -> Place:
         """The place.
 
-        From now on the caller is responsible for it and for the deadline; the connection still
-        gives way to others."""
+        From now on the caller is responsible for it and for the deadline. Other connections may
+        still displace this one."""
         self._timer.cancel()
         self._is_counted = True
         return self._place

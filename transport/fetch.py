@@ -96,9 +96,7 @@ class OriginDigests:
 
     async def _hear(self, batch: tuple[int, ...]) -> None:
         left, asked = list(batch), list[Feed]()
-        error: BaseException = Disconnected(
-            "there is no source left to say what the chunks of the state are"
-        )
+        error: BaseException = Disconnected("no source is left that has the digests of the chunks")
         while (
             left
             and (origin := next((each for each in self._origins() if each not in asked), None))
@@ -172,7 +170,7 @@ async def fetch(
     missing = tuple(dict.fromkeys(sink.missing()))
     if missing and not feeds and not late:
         raise InvalidInput(
-            f"{len(missing)} chunks are missing and there is no feed to bring them: pass at"
+            f"{len(missing)} chunks are missing and there is no feed to receive them from: pass at"
             " least one"
         )
     if window < 1:

@@ -524,4 +524,4 @@ def decode_offer(body: bytes | bytearray, *, peer: str) -> Offer:
             **lists,
         )
     except (msgspec.DecodeError, RecursionError, ValueError, KeyError) as exc:
-        raise PeerFault(f"{peer} pushes what is no offer ({exc})") from exc
+        raise PeerFault(f"{peer} pushed an invalid offer ({exc})") from exc

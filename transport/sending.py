@@ -216,8 +216,7 @@ class ChunkSender:
         self._next = 0
         self._refusals: set[asyncio.Task[None]] = set()
         self.end: Callable[[DatastatesError], None] = lambda error: None
-        """Ends the session: there is no other way to take back a state that the peer reads
-        directly."""
+        """Ends the session, which is the only way to stop direct reads of a state by the peer."""
         self._moving, self._moved_at, self._used_at = 0, clock(), clock()
         self._has_moved = False
         self.bytes = 0
@@ -407,7 +406,7 @@ class ChunkSender:
             await asyncio.wait(held.reads)  # a few ms
         try:
             goes_on = await asyncio.to_thread(held.source.recall)
-        except Exception:  # a store of ours may fail in any way; the connection goes on
+        except Exception:  # a store may fail in any way; the connection continues
             _logger.exception("state %s could not be let go", held.uid)
             goes_on = False
         held.error = None if goes_on else error
@@ -446,7 +445,7 @@ class ChunkSender:
                 await self._plane.drop(link)
             raise
         except Exception as exc:
-            # whatever it was, the peer that waits for the chunk must hear of it
+            # report any error to the peer, which waits for the chunk
             if link is not None or want.generation == self._plane.generation:
                 await self._plane.drop(link)
             await self._gone(want, exc, is_link=is_read and isinstance(exc, Disconnected))
@@ -486,7 +485,7 @@ class ChunkSender:
             await asyncio.wait(held.reads)
         try:
             await finish(asyncio.ensure_future(asyncio.to_thread(held.source.close)))
-        except Exception:  # a store of ours may fail in any way; the connection goes on
+        except Exception:  # a store may fail in any way; the connection continues
             _logger.exception("state %s could not be let go", held.uid)
 
 

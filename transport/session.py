@@ -117,8 +117,8 @@ async def _finish_handshake(
     local = await meet(its.near, terms) if sealed.remote is not None and its.near else None
     if plane == "ipc" and service is None and local is None:
         raise Unsupported(
-            f"{sealed.peer} is no other process of this host and user, or its memory may not be"
-            " read, and data='ipc' is for those: connect with data='auto'"
+            f"data='ipc' needs another process of this host and user whose memory may be read,"
+            f" which {sealed.peer} is not: connect with data='auto'"
         )
     return _Handshake(sealed, transport, own, its, plane, terms, local, service)
 
@@ -296,7 +296,7 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be used; a session that is no longer open never is again."""
+        """Whether it can be used. A session does not open again."""
         return self._lifecycle.error is None
 
     @property
