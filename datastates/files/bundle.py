@@ -193,7 +193,7 @@ def read_chunks(root: Path, manifest: Manifest, seals: Mapping[str, str]) -> lis
     """
     uid, count = manifest.origin.uid, len(manifest.content.chunks)
     if _UID.fullmatch(uid) is None or uid not in seals:
-        raise Corrupt(f"{root / _LINEAGE} has no seal of state {uid!r}, whose bytes it says it has")
+        raise Corrupt(f"{root / _LINEAGE} lists the bytes of state {uid!r} and has no seal of it")
     path = root / _CHUNKS / uid
     data = _read(
         path,
@@ -247,8 +247,8 @@ class Bundle:
     """The content of a bundle: states with their bytes, the number of ancestors without bytes, and
     tags. The requested states come first.
 
-    ``bytes_new`` counts the bytes written for it. ``digest`` binds its whole content: a recipient
-    who gets the digest by another way knows that the bundle is unchanged.
+    ``bytes_new`` counts the bytes written for it. ``digest`` binds its whole content. A recipient
+    who gets the digest over another channel can check that the bundle is unchanged.
     """
 
     states: tuple[State, ...]
@@ -311,7 +311,7 @@ def import_bundle(
 
     States that are here already stay as they are. The import is atomic: everything is checked, then
     written under other names, then becomes visible with the lineage. ``digest`` is what
-    ``export_bundle`` returned, if it came by another way than the bundle.
+    ``export_bundle`` returned, if it came over another channel than the bundle.
 
     :raises NotFound: there is no bundle in the folder.
     :raises Corrupt: a byte of it is wrong, or it is not the bundle of that digest; names the file.
@@ -365,7 +365,7 @@ def _chosen(core: Core, revs: Sequence[str], *, with_parents: bool) -> list[Stat
 
 
 def _write_packs(core: Core, states: Sequence[State], root: Path) -> tuple[dict[str, str], int]:
-    """The seal of each state, which the state has from now on here too, and how many bytes were
+    """The seal of each state, which is now recorded here too, and how many bytes were
     written."""
     tier, base, written = LocalTier(root / PACKS, direct=core.config.direct_io), None, 0
     found: dict[str, str] = {}
@@ -459,7 +459,7 @@ def _stage(
             sound = source.sound(uid, 0)
         except NotFound as exc:
             raise Corrupt(
-                f"the bundle says that it has the bytes of state {uid}, and has not: {exc}"
+                f"the bundle lists the bytes of state {uid}, which are not in it: {exc}"
             ) from exc
         manifest = _checked(sound, states[uid], states)
         check_places(manifest)

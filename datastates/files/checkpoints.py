@@ -331,8 +331,8 @@ def format_of(path: Path, root: Path | None = None) -> Format:
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".tar"):
         return Format.TORCH
     raise InvalidInput(
-        f"{path} has an ending that says nothing: checkpoints end in .pt, .pth, .bin, .ckpt or"
-        " .safetensors, or are folders"
+        f"{path} has no ending of a checkpoint: name a folder, or a file that ends in .pt, .pth,"
+        " .bin, .ckpt or .safetensors"
     )
 
 
@@ -409,9 +409,9 @@ def _load_torch(path: Path) -> object:
             why[0] if why else "",
         )
         raise Unsupported(
-            f"{path} holds objects that torch.load(weights_only=True) refuses, since to read them"
-            f" would execute what the file says ({said.strip()[:200]}). If you trust it, load it"
-            " yourself and save its state_dicts, as plain containers and tensors, to another file"
+            f"{path} holds objects that torch.load(weights_only=True) refuses, because reading"
+            f" them would execute code from the file ({said.strip()[:200]}). If you trust it, load"
+            " it yourself, and save its state_dicts as plain containers and tensors in another file"
         ) from exc
 
 
@@ -477,7 +477,7 @@ def _load_dcp(path: Path) -> object:
             raise why from exc
         said = (str(why).strip().splitlines() or [type(why).__name__])[0][:300]
         raise Unsupported(
-            f"{path} cannot be read without executing what it says, or is damaged: {said}"
+            f"{path} is damaged, or cannot be read without executing code from it: {said}"
         ) from exc
     return numbered(tree)
 
@@ -538,8 +538,8 @@ def _write_files(tree: object, kind: Format, part: Path, words: Mapping[str, str
 def _write_hugging_face(tree: object, part: Path, words: Mapping[str, str]) -> None:
     if not isinstance(tree, dict) or not is_flat(weights := tree.get("model", tree)):
         raise InvalidInput(
-            "a folder of Hugging Face holds one model, tensors by name: this state has none called"
-            " 'model'; try torch"
+            "a folder of Hugging Face holds one model, and this state has no tensors named 'model':"
+            " try torch"
         )
     part.mkdir()
     files = tree.get("files", {})
@@ -563,7 +563,8 @@ def _write_dcp(tree: object, part: Path) -> None:
 
     if not isinstance(tree, dict):
         raise InvalidInput(
-            "torch.distributed.checkpoint writes what has names: this state is one value; try torch"
+            "torch.distributed.checkpoint writes values by name, and this state is one value"
+            " without a name: try torch"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it saves from one process

@@ -54,8 +54,8 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _ALLOWED:
             return _stand_in(super().find_class(module, name))
         raise Unsupported(
-            f"its metadata name {module}.{name}, which no checkpoint needs: to read them would"
-            " execute what they say"
+            f"its metadata name {module}.{name}, which no checkpoint needs: reading them would"
+            " execute code from the file"
         )
 
 

@@ -113,7 +113,7 @@ def find_files(
     matches anything within a name.
 
     :param refused: takes by name what is no checkpoint, and why. Without it, that is an error.
-    :raises InvalidInput: the pattern does not say where the step is, two files have the same step,
+    :raises InvalidInput: the pattern does not show where the step is, two files have the same step,
         or one is no checkpoint.
     :raises NotFound: nothing matches.
     """
@@ -186,12 +186,12 @@ def import_files(
     :param folder: the folder of the checkpoints.
     :param pattern: their names, with ``{step}`` for the step: ``step_{step}.pt``,
         ``checkpoint-{step}``.
-    :param branch: a new branch, or that of an earlier import.
+    :param branch: a new branch, or the branch of an earlier import.
     :param skip_bad: leave out files that are refused, instead of ending at the first.
-    :param dry_run: read nothing, and only say which files there are.
+    :param dry_run: read nothing, and only list the files.
     :param on_progress: called with how many files are done, and how many there are.
     :raises InvalidInput: a file is damaged, or its format is not known; names it.
-    :raises Unsupported: reading a file would execute what it says; names it.
+    :raises Unsupported: reading a file would execute code from it; names the file.
     :raises Conflict: the branch is not of an import, or a file is of a step that the branch has
         passed.
     """
@@ -310,8 +310,8 @@ def export_files(
     :param folder: the folder for the files.
     :param format: ``torch`` (``torch.save``), ``safetensors`` (only tensors, one file), ``hf`` or
         ``dcp`` (a folder each).
-    :param pattern: their names, with ``{step}`` or ``{uid}``; None: ``step_{step}`` and the ending
-        of the format.
+    :param pattern: their names, with ``{step}`` or ``{uid}``. None means ``step_{step}`` and the
+        ending of the format.
     :param on_progress: called with how many states are written, and how many there are.
     :raises Conflict: a file exists already.
     :raises InvalidInput: two states would have the same name, or one holds what the format cannot.

@@ -83,10 +83,10 @@ def track(
 
     :param accelerator: the accelerator, after its ``prepare`` and ``register_for_checkpointing``.
     :param repo: the repository that gets the states.
-    :param gradients: whether gradients are captured; None: if the accelerator accumulates in one
-        process, so that a state within an accumulation goes on exactly. If
-        ``optimizer.zero_grad()`` follows each update, states between two accumulations capture
-        none.
+    :param gradients: whether gradients are captured. None captures them if the accelerator
+        accumulates in one process. A training then resumes exactly from a state within an
+        accumulation. If ``optimizer.zero_grad()`` follows each update, states between two
+        accumulations capture none.
     :param objects: further objects to track, by name.
     :param options: as for ``repo.track``: ``branch``, ``start``, ``config``, …, and further
         objects.
@@ -102,8 +102,7 @@ def track(
     more = {**prepared, **besides}
     if taken := sorted(prepared.keys() & (besides.keys() | options.keys())):
         raise InvalidInput(
-            f"{', '.join(taken)}: the name of what the accelerator prepared: rename what you track"
-            " besides"
+            f"{', '.join(taken)}: the name of what the accelerator prepared: rename your own object"
         )
     steps = accelerator.gradient_accumulation_steps
     own = more[_OWN] = _Own(
@@ -115,9 +114,9 @@ def track(
     )
     if steps > 1 and gradients is False:
         _logger.warning(
-            "branch %s: gradients are not tracked, and %d batches make a step: a state of fewer"
-            " goes on without theirs; capture where accelerator.sync_gradients is true, or leave"
-            " gradients=False out",
+            "branch %s: gradients are not tracked, and %d batches make a step. A state between two"
+            " steps lacks the gradients accumulated so far. Capture where"
+            " accelerator.sync_gradients is true, or leave gradients=False out",
             run.branch,
             steps,
         )
@@ -143,9 +142,9 @@ class _Own:
     def state_dict(self) -> dict[str, object]:
         if self._is_whole and self.run is not None and not self._accelerator.sync_gradients:
             raise Unsupported(
-                f"{self._accelerator.num_processes} processes accumulate gradients, each its own,"
-                " which no state has: capture where accelerator.sync_gradients is true, or say"
-                " gradients=False"
+                f"{self._accelerator.num_processes} processes accumulate gradients, and no state"
+                " has the gradients of each: capture where accelerator.sync_gradients is true, or"
+                " pass gradients=False"
             )
         self._look()
         marks = [
@@ -174,7 +173,7 @@ class _Own:
         ]:
             self._has_warned = True
             _logger.warning(
-                "a %s was prepared after track: no state has it; prepare everything before",
+                "a %s was prepared after track, so no state has it: prepare everything before",
                 " and a ".join(new),
             )
         elif (
@@ -184,8 +183,8 @@ class _Own:
         ):
             self._has_warned = True
             _logger.warning(
-                "no loader is looped over by run.steps: a training that goes on begins its data"
-                " again; use run.steps(loader)"
+                "no loader is looped over by run.steps, so a resumed training begins its data"
+                " again: use run.steps(loader)"
             )
 
 
@@ -202,7 +201,7 @@ def _check(accelerator: object, repo: object) -> None:
     ]:
         raise Unsupported(
             f"the Accelerator of Accelerate {installed.__version__} has no {missing[0]}: datastates"
-            " was tested with 1.15; install that"
+            " was tested with 1.15, install that version"
         )
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):

@@ -211,7 +211,8 @@ class _Place:
             yield self._core
         elif self._folder is None:
             raise InvalidInput(
-                "no repository was named: give one, or checkpoint_id='datastates://runs/main'"
+                "no repository was named: pass one, or a checkpoint_id such as"
+                " 'datastates://runs/main'"
             )
         else:
             with opened(self._folder, must_exist=must_exist) as repo:
@@ -237,16 +238,16 @@ class Writer(StorageWriter):
 
     ``dcp.save`` returns once the state has reached ``until``. Its uid is then in ``state``, and in
     what ``dcp.save`` returns (also as the result of ``dcp.async_save``):
-    ``metadata.storage_meta.save_id``. With a ``checkpoint_id`` the state gets a tag of that name,
-    which moves if it exists; a ``checkpoint_id`` that begins with ``datastates://`` names
-    repository and branch instead.
+    ``metadata.storage_meta.save_id``. With a ``checkpoint_id`` the state gets a tag of that name.
+    A tag that exists moves. A ``checkpoint_id`` that begins with ``datastates://`` names repository
+    and branch instead.
 
     :param repo: a repository that is open, or its folder, or an address such as
         ``datastates://runs/main``.
     :param branch: the branch that gets the next state.
     :param start: the state that the branch forks from, if it is new.
-    :param step: None: the number under ``"step"`` or ``"global_step"`` in the state dict; without
-        one, the branch's step plus one.
+    :param step: None takes the number under ``"step"`` or ``"global_step"`` in the state dict.
+        Without such a number it is the branch's step plus one.
     :param metrics: numbers to find the state by.
     :param message: a text for people.
     :param attributes: plain values to find the state by.
@@ -379,7 +380,7 @@ class Reader(StorageReader):
         dcp.load(found, storage_reader=Reader(repo, "main~2"))
 
     Everything that the plan requests is read and checked before the first write. A damaged state
-    therefore changes nothing. A ``checkpoint_id`` selects another revision; one that begins
+    therefore changes nothing. A ``checkpoint_id`` selects another revision. One that begins
     with ``datastates://`` names the repository too. ``state`` is the last one read.
 
     :param repo: a repository that is open, or its folder, or an address such as
@@ -530,8 +531,8 @@ def _value(item: WriteItem, planner: SavePlanner) -> object:
         return torch.load(io.BytesIO(written.getvalue()), weights_only=True)  # type: ignore[union-attr]
     except Exception as exc:  # whatever it is, a user's planner wrote it
         raise Unsupported(
-            f"{item.index.fqn}: {kind.__name__} writes it in a way that only unpickling it would"
-            f" tell ({type(exc).__name__}): save it as plain containers, numbers and tensors"
+            f"{item.index.fqn}: {kind.__name__} writes it in a form that can be read only by"
+            f" unpickling ({type(exc).__name__}): save it as plain containers, numbers and tensors"
         ) from exc
 
 

@@ -100,7 +100,7 @@ class MetricsLog(ABC):
         else:
             if known is not None and facts.is_resumed:
                 _logger.warning(
-                    "branch %s: %s has no run %s any more: it gets a new one",
+                    "branch %s: %s has no run %s any more, so the branch gets a new one",
                     facts.branch,
                     self.kind,
                     known,
@@ -150,7 +150,7 @@ class MetricsLog(ABC):
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
             _logger.warning(
-                "%s does not answer for %.0f s and is not waited for: its run stays open; all"
+                "%s does not answer for %.0f s and is not waited for. Its run stays open. All"
                 " metrics are in the lineage",
                 self.kind,
                 PATIENCE_S,

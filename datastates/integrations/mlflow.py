@@ -55,7 +55,7 @@ class MlflowLog(MetricsLog):
     :param tracker: the training.
     :param experiment: the name of the experiment, which is made if it does not exist. None takes
         MLflow's current experiment.
-    :param into: the id of your own run to log to, such as ``mlflow.active_run().info.run_id``. You
+    :param into: the id of a run that you began, such as ``mlflow.active_run().info.run_id``. You
         end it.
     :param client: the client of the server that has the runs. None takes MLflow's tracking URI.
     """

@@ -116,8 +116,8 @@ def track(
 
     :param repository: a folder that all workers share, or the URL of a database that all reach, or
         an open repository.
-    :param branch: the name of the branch; None: experiment and trial, or the name of the run of
-        Train.
+    :param branch: the name of the branch. None joins the names of experiment and trial, or takes
+        the name of the run of Train.
     :param options: what ``Repository.track`` takes: the objects, ``cadence``, ``config`` … Give
         ``config=config``, and build the optimizer with the trial's configuration: a fork trains
         with it. A branch that is resumed continues with the options of its state.
@@ -248,7 +248,7 @@ def named(checkpoint: Any, rank: int = 0) -> Named:
                         f"{checkpoint} names no state ({exc}): it is damaged, or of a newer version"
                     ) from exc
     raise InvalidInput(
-        f"{checkpoint} names no state: it was not made by datastates.integrations.ray; start"
+        f"{checkpoint} names no state, as it was not made by datastates.integrations.ray: start"
         " without it"
     )
 

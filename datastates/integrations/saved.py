@@ -61,8 +61,8 @@ def address_of(value: object, what: str = "the address") -> Address:
     text = values.path(value, what).removeprefix(SCHEME)
     if "://" in text:
         raise InvalidInput(
-            f"{what} is {text!r}: name a folder and a revision, such as 'runs/main'; open other"
-            " repositories by datastates.open"
+            f"{what} is {text!r}: name a folder and a revision, such as 'runs/main', or open the"
+            " repository by datastates.open"
         )
     parts = text.split("/")
     for end in range(1, len(parts)):
@@ -199,13 +199,13 @@ def save(
         branch alone.
     :param repo: a repository that is open.
     :param start: the state that the branch forks from, if it is new.
-    :param step: None: the number under ``"step"`` or ``"global_step"`` in the object; without one,
-        the branch's step plus one.
+    :param step: None takes the number under ``"step"`` or ``"global_step"`` in the object. Without
+        such a number it is the branch's step plus one.
     :param metrics: numbers to find the state by.
     :param message: a text for people.
     :param attributes: plain values to find the state by.
-    :raises InvalidInput: a part of the object cannot be stored; names its path. Nothing was saved.
-    :raises Conflict: the name is that of a tag, or the branch does not descend from ``start``.
+    :raises InvalidInput: a part of the object cannot be stored; names its path. No state was saved.
+    :raises Conflict: the name belongs to a tag, or the branch does not descend from ``start``.
     """
     _refuse_live(obj)
     tree, name = wrapped(obj)

@@ -316,10 +316,10 @@ class Hooks:
                 )
             else:
                 _logger.warning(
-                    "branch %s goes on with other batches than its state was captured with"
+                    "branch %s resumes with other batches than its state was captured with"
                     " (per_device_train_batch_size, gradient_accumulation_steps,"
-                    " dataloader_drop_last or the number of processes changed): epoch and place in"
-                    " the data are what the Trainer makes of its count of steps",
+                    " dataloader_drop_last or the number of processes changed). The Trainer"
+                    " computes epoch and place in the data from its count of steps",
                     self.callback.branch,
                 )
         loop.epoch, self._begun_after = epoch - 1, batches

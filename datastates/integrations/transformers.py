@@ -137,8 +137,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if unknown := sorted(options.keys() - _OPTIONS):
             raise TypeError(
-                f"{', '.join(unknown)}: no option of DatastatesCallback or of track; objects= takes"
-                " what is tracked besides"
+                f"{', '.join(unknown)}: no option of DatastatesCallback or of track. Pass further"
+                " objects to track in objects="
             )
         self.branch = values.text(branch, "branch")
         self.start = None if start is None else values.revision(start, "start")
@@ -204,8 +204,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
             )
         if self._hooks is not None and self._hooks.trainer is not trainer:
             raise Conflict(
-                "this DatastatesCallback belongs to another Trainer: make one for each, with a"
-                " branch of its own"
+                "this DatastatesCallback belongs to another Trainer: make one for each"
+                " Trainer, with a separate branch"
             )
         if self._hooks is None:
             self._hooks, self._loop = Hooks(trainer, self), TrainerLoop(trainer)
@@ -365,8 +365,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
         )
         if trainer is None or origin.state is not None:
             raise InvalidInput(
-                f"this training would begin anew, and branch {self.branch!r} is to go on from a"
-                " state: give the callback to the Trainer as callbacks=[…], or call"
+                f"this training would begin at step 0, and branch {self.branch!r} should resume"
+                " from a state: give the callback to the Trainer as callbacks=[…], or call"
                 " callback.attach(trainer) before trainer.train()"
             )
         _refuse(trainer, None)
@@ -530,7 +530,7 @@ def _refuse(trainer: Any, trial: object) -> None:
     if trial is not None:
         raise Unsupported(
             "hyperparameter_search trains many variants with one Trainer: give each a Trainer, and"
-            " a branch, of its own"
+            " a branch"
         )
 
 
@@ -613,7 +613,7 @@ def _inexact_in_trl(trainer: Any, tracked: Mapping[str, object]) -> Iterable[str
 def _warn(branch: str, said: Iterable[str]) -> None:
     if texts := list(said):
         _logger.warning(
-            "branch %s: a training that is resumed may differ from one that never stopped: %s",
+            "branch %s: a resumed training may differ from one that never stopped (%s)",
             branch,
             "; ".join(texts),
         )

@@ -56,8 +56,8 @@ class WandbLog(MetricsLog):
     def __init__(self, tracker: Tracker, *, into: Any = None, **init: Any) -> None:
         if taken := [name for name in _GIVEN if name in init]:
             raise TypeError(
-                f"{', '.join(taken)}: the lineage says which run of W&B goes on; give into= to log"
-                " to one of yours"
+                f"{', '.join(taken)}: the lineage says which run of W&B is resumed. To log to a run"
+                " of yours, pass into="
             )
         self._init = init
         if into is not None:

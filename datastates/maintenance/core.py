@@ -129,7 +129,7 @@ class ProcessResources:
             moved = runs.recover(session, [self.run.uid], volatile=VOLATILE)
         for each in moved:
             _logger.warning(
-                "branch %s: its newest states were given up before they were durable; %s",
+                "branch %s: its newest states were given up before they were durable (%s)",
                 each.branch,
                 _where(each),
             )
@@ -383,7 +383,7 @@ def recover(database: Database, local: LocalTier, home: PackFolder) -> list[runs
             "branch.moved_back", branch=item.branch, state=item.new, reason="the process died"
         )
         _logger.warning(
-            "branch %s: its newest states died with their process; %s",
+            "branch %s: its newest states died with their process (%s)",
             item.branch,
             _where(item),
             extra=back,

@@ -1,7 +1,7 @@
 """Garbage collection in a folder of packs, during other work there. Everything on which the lineage
 depends stays.
 
-The lineage knows which states were given up. The manifests in the folder list the packs that are
+The lineage records which states were given up. The manifests in the folder list the packs that are
 needed. A state that is not in the lineage may be newer than a database that was restored from a
 copy. Its files stay, and the report lists it.
 """
@@ -86,8 +86,8 @@ def gc(
         if others:
             raise Conflict(
                 f"{len(others)} processes are at work in {core.location.packs}, the first of them"
-                f" run {others[0]}: what is unknown may be theirs; do it when they have ended, or"
-                " leave it"
+                f" run {others[0]}: unknown files may be theirs. Wait until they have ended, or"
+                " leave unknown files there"
             )
         unknown = unknown_to(core.location.packs / BACKUP, strangers)
     kept = [uid for uid in strangers if uid not in set(unknown)]

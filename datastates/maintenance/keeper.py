@@ -105,9 +105,10 @@ def keep(core: Core, branch: str, asked: Retention | None, state_bytes: int) -> 
 def beside(
     told: Mapping[str, Retention], configured: Retention, asked: Mapping[str, Retention | None]
 ) -> Policies:
-    """The policies that a process applies without a command. Branches that it trains get their own
-    policy in ``asked``, or the ``configured`` one. States of other branches are dropped only for
-    the bound on all states, in the order of the policies that their trainings recorded.
+    """The policies that a process applies without a command. Branches that it trains get the
+    policy that their training passed (``asked``), or the ``configured`` one. States of other
+    branches are dropped only for the bound on all states, in the order of the policies that their
+    trainings recorded.
     """
     own = {
         branch: replace(each, rules=(All(), *each.rules), bound=None)
@@ -285,7 +286,8 @@ class Keeper:
                     name: size for files in context.durable.files().values() for name, size in files
                 }.values()
             )
-            if not is_over():  # else it may have been broken off, and the last pass makes up for it
+            # after a stop, this pass may be incomplete, and the last pass completes it
+            if not is_over():
                 self._added = max(0, self._added - added)
         if report.dropped:
             kept = sum(report.kept.values())

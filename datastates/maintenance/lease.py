@@ -95,8 +95,8 @@ def look(packs: Path, uid: str) -> LeaseState:
 
 
 # The folder of packs, which a repository recognizes by a uid stored in it, not by its path or by
-# the host. It belongs to one lineage, whose uid is stored there too. Only this lineage decides
-# which files are deleted.
+# the host. It belongs to one lineage, whose uid is stored there too. No other lineage may
+# delete its files.
 
 
 FOLDER = "datastates.folder"
@@ -156,7 +156,7 @@ class PackFolder:
         except OSError as exc:
             raise Unavailable(
                 f"no lease can be made in {folder} ({exc.strerror}): every process that"
-                " tracks locks a file there; get the right to write in that folder, on a file"
+                " tracks locks a file there. Get the right to write in that folder, on a file"
                 " system with locks"
             ) from exc
         return held
@@ -222,9 +222,9 @@ def identity(packs: Path, lineage: str, *, may_write: bool = True) -> str | None
         ) from error
     if found is not None and found[1] != lineage:
         raise Conflict(
-            f"{packs} belongs to lineage {found[1]} ({_IDENTITY} there says so), and this database"
+            f"{packs} belongs to lineage {found[1]} (see its file {_IDENTITY}), and this database"
             f" holds lineage {lineage}: name another folder for its states (packs=), or the"
-            f" database of {found[1]}; if that is lost, `datastates reindex` rebuilds it in an"
+            f" database of {found[1]}. If that is lost, `datastates reindex` rebuilds it in an"
             " empty one"
         )
     return None if found is None else found[0]
@@ -246,7 +246,7 @@ def owner_of(packs: Path) -> tuple[str, str] | None:
         return None
     except OSError as exc:
         raise Unavailable(
-            f"{path} cannot be read ({exc.strerror}): it says which folder this is; get the right"
+            f"{path} cannot be read ({exc.strerror}), and it identifies the folder: get the right"
             " to read it"
         ) from exc
     lines = _LINES.fullmatch(text)
@@ -295,7 +295,7 @@ def is_dead(run: Run, home: PackFolder) -> bool:
 
     A free lease proves it, whatever host wrote it, unless the kernel sees the process running. A
     copy of a lease proves it if the lineage was copied with it: that process writes to the
-    original. A missing lease proves nothing. Then only the kernel knows, if the process ran where
+    original. A missing lease proves nothing. Then the kernel is queried, if the process ran where
     this one can see it.
     """
     folder = run.config.get(FOLDER)

@@ -235,7 +235,7 @@ def restore_from(
     the current streams.
 
     ``meeting``: all its ranks do this at once, each with its own objects, and the reader is a
-      ``SharedReader``. None writes before all can.
+      ``SharedReader``. No rank writes before all ranks can.
 
     :raises InvalidInput: as ``restore_into``.
     :raises Corrupt: a chunk fails its digest. Live objects are unchanged, unless a file changed
@@ -317,8 +317,8 @@ def _fill(
         dirty.mark(((home.path, home.live) for home in homes), fill)
         if isinstance(exc, Corrupt):
             raise Corrupt(
-                f"{exc}; it was right a moment ago: what is restored is half old, half new; restore"
-                " a state before you use it"
+                f"{exc}. The state passed the check before the restore, so what is restored is half"
+                " old, half new: restore a state before you use it"
             ) from exc
         raise
 
@@ -329,7 +329,7 @@ def _homes(
     """The live tensors that receive stored ones, by index.
 
     Stored tensors that are not written into live ones are handed over, or loaded, before these are
-    filled. A stored tensor that is also wanted in that way has no home.
+    filled. The result leaves out a stored tensor that is also wanted in that way.
     """
     pairs = enumerate(zip(tensors, specs, strict=True))
     index_of = {
@@ -396,7 +396,7 @@ def load(
         selection = Selection(only)
         tree = read_tree(reader, wants=selection.wants, device=device)
     if only is not None:
-        selection.check(leaf_paths(tree, ""))  # a value may be meant: those are always there
+        selection.check(leaf_paths(tree, ""))  # values are always read, so a pattern may select one
     return tree
 
 

@@ -67,8 +67,8 @@ def locate(
     must_exist: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Location:
-    """The location of ``url``: a folder with SQLite and packs, or ``postgresql://…`` with a folder
-    in ``packs``.
+    """The location of ``url``, which names a folder with SQLite and packs, or a PostgreSQL database
+    whose packs are in the folder ``packs``.
 
     Paths become absolute, so that they keep their meaning when the process changes its directory.
     For a database server, ``packs`` falls back on ``DATASTATES_PACKS``. No file is created.
@@ -107,7 +107,7 @@ def check_whole(location: Location) -> None:
             f"{location.packs} holds {plural(count, 'state')}, but their lineage,"
             f" {location.root}/{DATABASE}, is {'empty' if is_empty else 'gone'}: bring it back from"
             " a copy, rebuild it from the packs by `datastates"
-            f" reindex{' --replace' if is_empty else ''}`, or begin anew in another folder"
+            f" reindex{' --replace' if is_empty else ''}`, or begin again in another folder"
             " (`datastates import` takes in a bundle)"
         )
 
@@ -171,8 +171,7 @@ def _packs_folder(packs: str | os.PathLike[str]) -> Path:
     text = os.fspath(packs)
     if "://" in text:
         raise InvalidInput(
-            f"packs={logs.text(text)!r}: packs live in a folder; object stores are not"
-            " supported yet"
+            f"packs={logs.text(text)!r}: name a folder, as object stores are not supported yet"
         )
     return _absolute(text)
 
@@ -187,7 +186,7 @@ def _absolute(text: str) -> Path:
         ) from None
     except RuntimeError:
         raise InvalidInput(
-            f"{text}: that user has no home directory here; write out the path, or ./~… for a"
+            f"{text}: that user has no home directory here. Write out the path, or ./~… for a"
             " folder of that name"
         ) from None
     try:

@@ -381,7 +381,7 @@ def _check_unused(location: Location) -> None:
     open."""
     for name in held_in(location.packs):
         raise Conflict(
-            f"a training or a server goes on in {location.packs} (its lease is {name}): end it,"
+            f"a training or a server uses {location.packs} (its lease is {name}): end it,"
             " then rebuild the lineage"
         )
 
@@ -498,7 +498,7 @@ def _mark(session: Session, work: _Work, added: Container[str]) -> int:
             if size > 1 and uid in added:
                 parts.append((uid, rank, size, manifest.digest, manifest.origin.created_at_us))
     rebuild.put_parts(session, parts, tier=tier.name, node=node)
-    # the folder has no other states, also under an identity that it lost
+    # the folder has no other states, not even under an identity that it lost
     for other in {node, *attachments.at(session, work.location.packs)}:
         gone = {uid for uid, _ in held_on(session, tier=tier.name, node=other)}
         evict(session, gone - marked if other == node else gone, tier=tier.name, node=other)

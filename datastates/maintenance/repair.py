@@ -168,7 +168,7 @@ class _Repair:
         with self._core.database.read() as session:
             digest = known(session, [uid]).get(uid)
         if digest is None or rank:
-            raise NotFound("its lineage does not say what it was")
+            raise NotFound("its lineage has no digest of it")
         with ExitStack() as stack:
             readers = list(self._readers(stack, uid, rank, digest))
             if not readers:

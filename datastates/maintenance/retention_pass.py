@@ -217,7 +217,7 @@ def drop_ref(core: Core, name: str, *, dry_run: bool = False) -> Pruned:
 def _turn(core: Core) -> Iterator[FileLock]:
     """Prune alone.
 
-    :raises Unavailable: another process goes on pruning, or nothing may be written.
+    :raises Unavailable: another process is still pruning, or the folder is read-only.
     """
     core.home.check_writable()
     with prune_lock(core.home.path, _PATIENCE_S) as held:
@@ -271,7 +271,7 @@ def survey(
     states ``own``, by row id.
 
     It is read in many short transactions, so ``withdraw_all`` looks again at what is to go.
-    ``tell`` gets the number of the folder's states that were read.
+    ``tell`` is called with the number of states that were read, and how many the folder has.
     """
     node, tier = context.home.uid or "", context.durable.name
     keys = {
@@ -354,8 +354,8 @@ def _best_before_forks(
 def bests_at(
     core: Core, uid: str | None, rules: Iterable[Best]
 ) -> dict[Best, tuple[float, str] | None]:
-    """The states that ``@best`` names from a state, by the metric of each rule: value and uid;
-    None if no ancestor has that metric."""
+    """The state that ``@best`` names from the state ``uid``, as value and uid, for each rule. None
+    if no ancestor has the rule's metric."""
     found: dict[Best, tuple[float, str] | None] = dict.fromkeys(rules)
     if uid is not None:
         with core.reading() as session:
@@ -632,9 +632,9 @@ def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
 
     The lineage is updated first. A crash in between leaves files that no state needs, never a state
     without its bytes. A commit that fails drops nothing. Other processes and folders keep their
-    bytes. ``is_forced`` drops a state that a ref names, or the newest durable one behind a head
-    that is in memory, but never the last state of a branch that can be restored, or could when
-    processes have ended.
+    bytes. ``is_forced`` also drops a state that a ref names, or the newest durable one behind a
+    head that is in memory. It never drops the last state of a branch that can be restored, or could
+    be when processes have ended.
 
     :raises Conflict: a ref or a training of this process depends on it.
     :raises NotFound: there is no such state.

@@ -357,7 +357,7 @@ def suggest_sound_state(core: Core, state: State) -> Iterator[None]:
         sound = _nearest_sound(core, state)
         if sound is None:
             raise Corrupt(
-                f"{said}; no ancestor or descendant of it verifies here: bring its files back"
+                f"{said}, and no ancestor or descendant of it verifies here: bring its files back"
                 " (`datastates repair --from FOLDER`), or begin on another branch"
             ) from exc
         lines = [

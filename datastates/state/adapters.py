@@ -449,8 +449,8 @@ def _check_trackable(path: str, found: object) -> None:
     kind = type(found).__name__
     if has_state(found) and loses_shuffle_buffer(found):
         raise InvalidInput(
-            f"{path} is a {kind} over a shuffle buffer, whose samples its state leaves out: a"
-            " training that is resumed gets other samples; leave it out and loop over"
+            f"{path} is a {kind} over a shuffle buffer, whose samples its state leaves out."
+            " A resumed training would get other samples: leave it out and loop over"
             " run.steps(loader), which reads the stream again up to its place"
         )
     if has_state(found):
@@ -458,7 +458,7 @@ def _check_trackable(path: str, found: object) -> None:
     if isinstance(found, DataLoader):
         raise InvalidInput(
             f"{path} is a DataLoader, which does not know its position: leave it out and loop over"
-            " run.steps(loader), which finds the place again; in a loop without run.steps track"
+            " run.steps(loader), which finds the place again. In a loop without run.steps, track"
             " torchdata's StatefulDataLoader instead"
         )
     if isinstance(found, _CODE):
@@ -537,13 +537,13 @@ def given_objects(
 ) -> dict[str, object]:
     """The objects that a user passes to ``call`` by keyword, and in ``objects=``.
 
-    :raises InvalidInput: an object is given twice, or the name of a plain value is nearly that of
-        an option of ``call``.
+    :raises InvalidInput: an object is given twice, or the name of a plain value resembles an option
+        of ``call``.
     """
     objects = objects or {}
     if twice := sorted(more.keys() & objects.keys()):
         raise InvalidInput(
-            f"{', '.join(twice)}: given by keyword and in objects=; give each of them once"
+            f"{', '.join(twice)}: given by keyword and in objects=. Pass each of them once"
         )
     values = [name for name, found in more.items() if is_value(found)]
     options = signature(call).parameters if values else {}
@@ -693,7 +693,7 @@ def add_groups(optimizer: Optimizer, stored: object, adapted: Adapted) -> int:
     parameters; returns how many.
 
     None is added unless each of their parameters is in a tracked module, and in no group yet.
-    Whether they are right, the restore finds.
+    The restore checks whether they are right.
     """
     groups = optimizer.param_groups
     if not isinstance(stored, list) or len(stored) <= len(groups):
@@ -710,7 +710,7 @@ def add_groups(optimizer: Optimizer, stored: object, adapted: Adapted) -> int:
             for row in present
             for parameter in row
         ):
-            continue  # another model's, that has parameters of the same names
+            continue  # of another model with the same parameter names
         if all(
             parameter is not None and id(parameter) not in taken for row in new for parameter in row
         ):

@@ -326,8 +326,8 @@ class Loops:
             limit=limit,
             is_checked=is_checked,
         )
-        # Whether it follows a pass over the same source that may continue from epoch to epoch, and
-        # so took that source's place.
+        # Whether it took the place of a pass over the same source that may continue from epoch to
+        # epoch.
         follows = self.is_counting and any(
             each.spans and each.is_same(turn) for each in (*self._last, *self._aside, *self._passes)
         )
@@ -419,9 +419,9 @@ class Loops:
 
         found = [place for place in self._waiting if not place.get("is_aside") or is_fit(place)]
         if turn.spans or not self.is_counting:
-            # it had begun before the epochs
+            # it began before the epochs: places of such passes come first
             found.sort(key=lambda place: "spans" not in place or not turn.is_like(place))
-        else:  # a pass that spans epochs claims its place later if that which takes it up is over
+        else:  # a pass that spans epochs claims its place later, once the pass that took it is over
             found = [place for place in found if "spans" not in place or turn.is_like(place)]
         if not found:
             return None
@@ -452,8 +452,8 @@ class Loops:
                 is_empty = False
                 yield batch
             if not is_empty or self.is_counting or not turn.is_repeatable:
-                # a pass that was over ends once more in its epoch; without epochs nothing would
-                # follow it
+                # in an epoch, a pass that was over ends once more; without epochs, another pass
+                # follows
                 return
             turn.leave()  # it had all of its batches
         drops, self._drops_rest = self._drops_rest, False
@@ -611,9 +611,9 @@ class Redivision:
             raise InvalidInput(
                 f"{path} ({type(live).__name__}) knows the place of one of {self.was} ranks, and"
                 f" what is left cannot be divided among {self.size}: run {self.was} ranks, restore"
-                " only= what else there is, or track a datastates.PermutationSampler instead, or"
-                " loop over run.steps(loader) within run.epochs, where a DistributedSampler orders"
-                " the loader"
+                " the other objects with only=, or track a datastates.PermutationSampler instead,"
+                " or loop over run.steps(loader) within run.epochs, where a DistributedSampler"
+                " orders the loader"
             )
         return stored
 

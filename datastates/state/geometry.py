@@ -784,7 +784,7 @@ def _wrapping(tensor: Any) -> Parts:
     if not is_wrapping(tensor) or tensor.is_nested or name.startswith("torch.distributed."):
         raise Unencodable(
             f"is a tensor subclass, {name.replace(':', '.')}: convert it to a plain tensor, or"
-            " register it with datastates.register_encoder(...); track(frozen=False) leaves out"
+            " register it with datastates.register_encoder(...). track(frozen=False) leaves out"
             " parameters that require no gradient"
         )
     names, metadata = tensor.__tensor_flatten__()

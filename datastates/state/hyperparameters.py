@@ -151,8 +151,8 @@ class ScriptOptions:
         """The script's changes since the state: values that differ from the state, and from the
         record of the begin of its training.
 
-        A schedule or the script itself may have changed an option since its training began. Such a
-        change is no difference. ``tree`` is the state's, ``recorded`` its configuration.
+        The result leaves out options that a schedule or the script itself changed since its
+        training began. ``tree`` is the state's, ``recorded`` its configuration.
         ``is_wanted`` returns for a path whether the restore takes it from the state.
         """
         self._forget()

@@ -80,8 +80,8 @@ def state_of_loader(found: Any) -> dict[str, Any]:
 
 
 def load_loader(found: Any, state: Mapping[str, Any]) -> None:
-    """Put the wrapped loader where ``state`` was taken; the prepared one reports that place from
-    now on, not only from its first batch on.
+    """Put the wrapped loader where ``state`` was taken. The prepared loader reports that place
+    at once, before its first batch.
 
     The iterator is made now, not when the loop begins: making it draws random numbers.
     """
@@ -91,8 +91,8 @@ def load_loader(found: Any, state: Mapping[str, Any]) -> None:
 
 
 def start_afresh(found: Any) -> None:
-    """Have the next pass make its iterator when it begins: the first iterator was made when the
-    loader was prepared, in the order of then.
+    """Have the next pass make its iterator when it begins. The first iterator was made when the
+    loader was prepared, and would use the order of that time.
     """
     if getattr(found.base_dataloader, "_initial_iter_for_state_dict", False):
         found.base_dataloader.load_state_dict({})
@@ -154,8 +154,8 @@ class Kind(Enum):
     """Which object stores the place of a pass over a source."""
 
     KEEPS = auto()  # a tracked object has the place
-    # a tracked sampler has what workers, or a loader reading ahead, fetched: it is given what was
-    # handed out
+    # a tracked sampler counts what workers, or a loader that reads ahead, fetched; it is set to the
+    # count of what was handed out
     AHEAD = auto()
     # begun again from the same random numbers, and the batches that were handed out are dropped
     REPLAYED = auto()
@@ -265,8 +265,8 @@ def kind_of(source: object, keepers: list[Any], loader: DataLoader[Any] | None) 
         return Kind.AHEAD
     raise InvalidInput(
         f"{type(keepers[0]).__name__} is tracked, and {_who_fetches(loader)} ahead of what was"
-        " handed out: its place is not that of the training; do not track it (run.steps then finds"
-        " the place again by itself), or track a StatefulDataLoader"
+        " handed out, so its place is not the training's place: do not track it, because run.steps"
+        " finds the place without it, or track a StatefulDataLoader"
     )
 
 

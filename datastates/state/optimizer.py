@@ -274,8 +274,8 @@ _DICT = frozenset({dict})
 
 
 def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
-    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}], CLASS:
-    "torch.optim.Adam"}`` with the live tensors.
+    """The optimizer's state with the live tensors, as ``{"state": {name: {...}}, "param_groups":
+    [{..., "params": [name, ...]}], CLASS: "torch.optim.Adam"}``.
 
     The state of a parameter that is in no group any more is left out. If an optimizer has its own
     ``state_dict``, that is called. Its numbers are replaced by names if it has torch's form.
@@ -600,7 +600,7 @@ class _Check:
             return
         if chosen and not entry.keys() <= {*chosen, *live}:
             raise InvalidInput(
-                f"only={self.findings.selection.patterns!r} asks for a part of {path}, and the rest"
+                f"only={self.findings.selection.patterns!r} selects a part of {path}, and the rest"
                 f" is not there: ask for {path!r}"
             )
         for key, value in chosen.items():
@@ -761,7 +761,7 @@ def _is_positional(rows: Names) -> bool:
     )
 
 
-# --- ``GradScaler``: read without waiting for its device; either side may be switched off ---
+# --- ``GradScaler``: read without waiting for its device ---
 
 
 def state_of_scaler(found: Any) -> dict[str, object] | None:

@@ -65,10 +65,10 @@ class Pass:
     """One iteration over ``source``, from ``place`` if one is given. ``place`` is then its
     progress.
 
-    ``order``, ``is_outside`` and ``spans`` are for counting epochs: how many passes began before it
-    in its epoch, whether it was requested before the epochs began, and whether it may continue in
-    the next one. ``limit`` is the most batches of the pass. ``is_checked``: whether a replayed
-    batch must be the one that was used.
+    Three arguments are for counting epochs. ``order`` is the number of passes that began
+    before this one in its epoch. ``is_outside`` means that the pass was requested before the epochs
+    began. ``spans`` means that it may continue in the next epoch. ``limit`` is the most batches of
+    the pass. ``is_checked`` means that a replayed batch must be the one that was used.
 
     A DataLoader draws the seed of its workers from torch's generator when its iterator is made. A
     resumed pass had done so before its state was taken. The generators are therefore reset to their
@@ -244,7 +244,7 @@ class Pass:
             if not is_found or not self._begin:
                 _logger.warning(
                     "the state was taken after %d batches of a loader of %s, and run.steps is given"
-                    " one of %s: it begins with its first batch; give it the same loader as then",
+                    " one of %s. It begins with its first batch. Pass the same loader as then",
                     place["batches"],
                     _described(place.get("length"), place),
                     _described(self._length, self._place(is_over=False)),
@@ -339,7 +339,7 @@ class Pass:
         ):
             raise InvalidInput(
                 f"the state is of {replicas} processes, each of which had {self.batches} batches of"
-                f" its epoch, and what is left cannot be divided anew: run {replicas} of them,"
+                f" its epoch, and what is left cannot be divided again: run {replicas} of them,"
                 " restore a state from the end of an epoch, or let a tracked"
                 " datastates.PermutationSampler(len(data), rank=rank, num_replicas=processes) be"
                 " the loader's sampler"
@@ -423,9 +423,9 @@ class Pass:
             if progress_of(part) != before:
                 raise InvalidInput(
                     f"run.steps is given {type(self._source).__name__}, which draws from the"
-                    f" tracked {type(part).__name__} unseen: a training that goes on would skip"
-                    " twice what was used; do not track that (run.steps then finds the place again"
-                    " by itself), or pass the loader itself to run.steps"
+                    f" tracked {type(part).__name__} unseen. A resumed training would skip"
+                    " twice what was used. Do not track that, because run.steps finds the place"
+                    " without it, or pass the loader itself to run.steps"
                 )
         self._hidden = []
 
@@ -463,10 +463,10 @@ class Pass:
             yield batch
 
     def _watched(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a loader that reads one ahead; if that draws random numbers, a resume must
-        read the next one after the same numbers.
+        """The batches of a loader that reads one ahead. If reading draws random numbers, a resumed
+        pass must read the next batch from the same generator state.
 
-        With the first batch the loader draws the order.
+        The loader draws the order of the batches with its first batch.
         """
         for count in itertools.count(int(self._has_drawn_order)):
             is_looking = self._watches and 0 < count <= _LOOKS
@@ -480,9 +480,9 @@ class Pass:
                     self._watches = False
                     _logger.warning(
                         "the dataset draws random numbers in this process, a batch ahead of the"
-                        " training: a loader that keeps its own place cannot repeat them where a"
-                        " training goes on; leave use_stateful_dataloader out (run.steps finds the"
-                        " place), or give it workers"
+                        " training. A loader that keeps its own place cannot repeat them when a"
+                        " training resumes. Leave use_stateful_dataloader out, because run.steps"
+                        " finds the place, or give the loader workers"
                     )
             self._before_ahead = before if self._is_drawing else None
             yield batch
@@ -518,9 +518,9 @@ class Pass:
     def _replay(self, place: Mapping[str, Any]) -> Iterator[Any]:
         if self._loader is not None and self._loader.persistent_workers:
             _logger.warning(
-                "the loader keeps its workers: if its dataset draws random numbers there, those of"
-                " the epoch that goes on are others than they were; persistent_workers=False"
-                " repeats them"
+                "the loader keeps its workers. If its dataset draws random numbers there, the rest"
+                " of this epoch gets other numbers than without the interruption. With"
+                " persistent_workers=False it gets the same ones"
             )
         if (
             self._loader is not None
@@ -573,11 +573,11 @@ class Pass:
             raise InvalidInput(
                 f"batch {self.batches - 1} of {type(self._source).__name__} is another than the one"
                 " that the training used: its data changed, or their order depends on more than"
-                " random numbers and the epoch, so that samples would come twice or never; track"
+                " random numbers and the epoch. Samples would come twice or never. Track"
                 " what decides the order, and change it (sampler weights, for example) only"
-                " between epochs; or let a tracked PermutationSampler decide it; or go back with"
-                " run.restore to a state from before this epoch; run.steps(loader, verify=False)"
-                f" goes on after {self.batches} batches all the same"
+                " between epochs. Or let a tracked PermutationSampler decide it. Or go back with"
+                " run.restore to a state from before this epoch. run.steps(loader, verify=False)"
+                f" continues after {self.batches} batches all the same"
             )
 
     def _skipped(self) -> Iterator[Any]:
@@ -642,7 +642,7 @@ class Pass:
                 put_mark(self._parts[i], mark)
 
     def _count_pass(self) -> None:
-        """End a pass once more that was over when its state was taken."""
+        """End again a pass that was over when its state was taken."""
         self._put_marks(self._begin)
         for part in self._parts:
             count_pass(part)

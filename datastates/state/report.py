@@ -52,10 +52,10 @@ class RestoreReport:
     - ``skipped``: it was not requested.
     - ``values``: values that no restore can change in the caller (numbers, text, tuples), by name.
       The caller takes them from here.
-    - ``notes``: what begins again because another number of ranks captured the state: random
-      numbers, the place in the data.
-    - ``anew``: what was left unchanged because only one side has it: a gradient scaler that was or
-      is switched off, an optimizer within another.
+    - ``notes``: what begins again because another number of ranks captured the state, such as
+      random numbers or the place in the data.
+    - ``anew``: what was left unchanged because only one side has it. Examples are a gradient scaler
+      that was or is switched off, and an optimizer within another.
     - ``frozen``: restored parameters that required no gradient in the state and required one here.
       ``unfrozen``: the reverse.
     - ``in_eval``: restored modules that were in eval mode in the state and are in training mode
@@ -199,8 +199,7 @@ class NewValue:
 
 
 class Findings:
-    """The findings of a check so far, and the writes that follow if it succeeds. Nothing is written
-    before.
+    """The findings of a check so far, and the writes that follow only if it succeeds.
 
     Without ``has_values`` the stored tensors are known only by shape and dtype, and the check uses
     nothing more. ``owned`` are ids of stored tensors whose memory is free for reuse. They are

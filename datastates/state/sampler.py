@@ -88,7 +88,11 @@ class PermutationSampler(Sampler[int]):
         """The remaining indices of this epoch in batches, then further epochs. Endless if
         ``epochs`` is None.
 
-        Use it in loops that index tensors: ``for rows in sampler.batches(64): inputs[rows]``.
+        It is for loops that index tensors::
+
+            for rows in sampler.batches(64):
+                outputs = model(inputs[rows])
+
         ``batch_size`` counts the indices of one replica.
         """
         if drop_last and batch_size > self.length // self.num_replicas:

@@ -261,8 +261,9 @@ def unflatten(
     """The state from its skeleton, values and tensors. ``values`` are packed, as ``flatten`` or
     ``decode_values`` returned them.
 
-    A tensor that is None leaves None in its place, and in the place of what is made of it: a sparse
-    or quantized tensor, a large array, an object of a registered encoder.
+    A tensor that is None leaves None in its place. The same holds for a value made of tensors if
+    one of them is None: a sparse or quantized tensor, a large array, an object of a registered
+    encoder.
 
     With ``is_sketch`` no element of a tensor is read. A sparse or quantized tensor becomes one of
     the same shape and dtype without bytes (on ``meta``). A large array without bytes becomes zeros.
@@ -331,8 +332,7 @@ def unpack_tree(data: bytes) -> Any:
         own = msgspec.msgpack.decode(data, type=_Own)
         if own.version != 1:
             raise Corrupt(
-                f"what a rank has of its own is of version {own.version}, and this code reads"
-                " version 1"
+                f"a rank's own value is of version {own.version}, and this code reads version 1"
             )
         tensors = [_read_own(tensor) for tensor in own.tensors]
     except (
@@ -344,12 +344,10 @@ def unpack_tree(data: bytes) -> Any:
         OverflowError,
         InvalidInput,
     ) as exc:
-        raise Corrupt(f"what a rank has of its own does not decode: {exc}") from exc
-    skeleton = decode_skeleton(own.skeleton, source="what a rank has of its own")
+        raise Corrupt(f"a rank's own value does not decode: {exc}") from exc
+    skeleton = decode_skeleton(own.skeleton, source="a rank's own value")
     if ("x", OWN) in skeleton.nodes:
-        raise Corrupt(
-            "what a rank has of its own holds another such thing, which none does that is written"
-        )
+        raise Corrupt("a rank's own value holds another such thing, which is never written")
     return unflatten(skeleton, decode_values(own.values), tensors)
 
 
@@ -772,7 +770,7 @@ class _Build:
     def _owned(self, depth: int) -> Any:
         (data,) = self.items(1, depth)
         if type(data) is not bytes:
-            raise Corrupt(f"what a rank has of its own is {type(data).__name__}, and not bytes")
+            raise Corrupt(f"a rank's own value is {type(data).__name__}, and not bytes")
         return unpack_tree(data)
 
     def _layout(self, node: tuple[Any, ...], depth: int) -> Any:

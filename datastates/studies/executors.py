@@ -295,9 +295,9 @@ def check_executor(executor: object) -> Executor:
         )
     if isinstance(executor, ThreadPoolExecutor):
         raise InvalidInput(
-            "variants cannot be trained by threads of one process: they would draw from the same"
-            " random number generators; leave the executor out for processes, or pass"
-            " SerialExecutor() for one after the other in this process"
+            "variants cannot be trained by threads of one process, which draw from the same"
+            " random number generators: leave the executor out for processes, or pass"
+            " SerialExecutor() to train one after the other"
         )
     context: Any = getattr(executor, "_mp_context", None)
     if (
@@ -316,7 +316,7 @@ def check_executor(executor: object) -> Executor:
 def check_pickles(train: Train, stop: Stop | None) -> None:
     """Raise unless the functions can be given to another process.
 
-    :raises InvalidInput: one cannot; says why.
+    :raises InvalidInput: one cannot; the text gives the reason.
     """
     for what, value in (("train", train), ("stop", stop)):
         try:

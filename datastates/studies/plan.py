@@ -129,7 +129,7 @@ def _config_value(value: object, key: str, what: str) -> Value:
         ) from None
     if isinstance(found, int) and found >= _BITS:
         raise InvalidInput(
-            f"{what} has {key}={value}: whole numbers have 64 bits here; write it as a text"
+            f"{what} has {key}={value}: whole numbers have 64 bits here. Write it as a text"
         )
     if isinstance(found, float) and not math.isfinite(found):
         raise InvalidInput(f"{what} has {key}={value}: give a finite number")

@@ -333,8 +333,12 @@ def leave_out(
 def epochs_at(schedule: AnySchedule, epochs: Whole, stage: Whole, stages: Whole) -> int:
     """The epochs of a stage of a tree; never less than 1.
 
-    For E epochs of the first stage, at stage s of S: flat E, linear E (S - s + 1) // S, log E //
-    2^(s - 1), sqrt round(E / sqrt(s)).
+    For E epochs of the first stage, at stage s of S:
+
+    - ``flat``: E
+    - ``linear``: E (S - s + 1) // S
+    - ``log``: E // 2^(s - 1)
+    - ``sqrt``: round(E / sqrt(s))
 
     :param schedule: one of these.
     :param epochs: E.

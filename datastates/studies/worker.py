@@ -180,7 +180,7 @@ class Job:
             )
         if taken := sorted({"branch", "start", "resume", "group"} & objects.keys()):
             raise InvalidInput(
-                f"{', '.join(taken)}: the plan decides that; rename what you track, or leave it out"
+                f"{', '.join(taken)}: the plan decides that. Rename what you track, or leave it out"
             )
         if not self.is_new:
             objects = {
@@ -439,7 +439,7 @@ def train_variant(
     check: Callable[[], None] = lambda: None,
     fetch: Callable[[State], None] = lambda state: None,
 ) -> State:
-    """Train one variant from where it stands; returns its result, tagged. Collective among the
+    """Train one variant from its newest state; returns its result, tagged. Collective among the
     ranks of the group.
 
     All ranks are seeded alike before ``train`` builds anything, so that objects that the start does
@@ -581,8 +581,8 @@ def _watched(repository: Repository, explorer: Explorer) -> Iterator[Callable[[]
     def check() -> None:
         if is_gone.is_set():
             raise Cancelled(
-                f"the explorer ({explorer.note}) has ended: what was captured stays; explore again"
-                " to go on"
+                f"the explorer ({explorer.note}) has ended, and what was captured stays: explore"
+                " again to resume"
             )
 
     def is_alive() -> bool:

@@ -3,7 +3,7 @@ descriptors that the training needs.
 
 A place is *held* if its connection has proved a token, or if one of its requests is being answered.
 When all places are taken, the address with most places that are not held loses the oldest of them.
-So silent connections do not block others. This module uses no sockets and no event loop: the
+Silent connections therefore do not block others. This module uses no sockets and no event loop: the
 acceptor calls it, and closes connections that it refuses.
 """
 

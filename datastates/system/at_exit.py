@@ -118,7 +118,7 @@ def _close_all() -> None:
     for closable in list(_open):
         try:
             closable.close(_uncaught())
-        except Exception:  # the others must be closed too; an interrupt ends this
+        except Exception:  # other repositories must be closed too; an interrupt ends this
             _logger.exception("closing a repository at exit failed")
     settle()
     for end in list(_ends):

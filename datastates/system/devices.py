@@ -44,7 +44,7 @@ class _Handle(ctypes.Structure):
 def register(address: int, length: int) -> None:
     """Pin host memory that is mapped already.
 
-    :raises RuntimeError: the driver refuses; says why.
+    :raises RuntimeError: the driver refuses; the text has its reason.
     """
     _call(
         "HostRegister", ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_uint(_PORTABLE)
@@ -62,7 +62,7 @@ def unregister(address: int) -> None:
 def allocate(length: int) -> int:
     """The address of ``length`` bytes on the selected device, in a separate allocation.
 
-    :raises RuntimeError: there is none; says why.
+    :raises RuntimeError: there is none; the text has the reason.
     """
     address = ctypes.c_void_p()
     _call("Malloc", ctypes.byref(address), ctypes.c_size_t(length))
@@ -111,7 +111,7 @@ def open_handle(raw: bytes) -> tuple[int, int]:
         or start.value != found
     ):
         close(found)
-        raise RuntimeError("the driver does not say how long the memory behind a handle is")
+        raise RuntimeError("the driver does not report the length of the memory behind a handle")
     return found, int(length.value)
 
 
@@ -381,7 +381,7 @@ class Devices:
     def register(self, device: torch.device, address: int, length: int) -> None:
         """Pin host memory that is mapped already, for all devices, by the context of this one.
 
-        :raises RuntimeError: the driver refuses; says why.
+        :raises RuntimeError: the driver refuses; the text has its reason.
         """
         _check_registers(device)
         with _selected(device):
@@ -390,7 +390,7 @@ class Devices:
     def unregister(self, device: torch.device, address: int) -> None:
         """Undo ``register``.
 
-        :raises RuntimeError: the driver refuses; says why.
+        :raises RuntimeError: the driver refuses; the text has its reason.
         """
         _check_registers(device)
         with _selected(device):
@@ -411,7 +411,7 @@ class Devices:
     def share(self, device: torch.device, length: int) -> Shared:
         """Memory there that another process of this host may open.
 
-        :raises RuntimeError: there is none, or the driver cannot; says why.
+        :raises RuntimeError: there is none, or the driver cannot; the text has the reason.
         """
         with _selected(device):
             address = allocate(length)
@@ -424,8 +424,8 @@ class Devices:
     def open_shared(self, handle: bytes) -> Shared:
         """The memory that another process shares, if this process uses that device already.
 
-        :raises RuntimeError: this process does not use the device, or the handle is not one; says
-            why.
+        :raises RuntimeError: this process does not use the device, or the handle is not one; the
+            text has the reason.
         """
         name, raw = handle[:-HANDLE_BYTES], handle[-HANDLE_BYTES:]
         device = next((each for each in self.in_use() if name and _name(each) == name), None)
@@ -479,8 +479,8 @@ def swapped(others: Devices) -> Iterator[None]:
 
 
 def built_for() -> str | None:
-    """The accelerators for which this torch is built, and the version of their library; None:
-    for none."""
+    """The accelerators for which this torch is built, and the version of their library. None
+    if torch is built for none."""
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
     if torch.version.hip:
@@ -497,8 +497,8 @@ def names() -> list[str]:
 
 
 def _module() -> Any:
-    """torch's module for the accelerators for which it is built; None: for none that has
-    streams."""
+    """torch's module for the accelerators for which it is built. None if none of them
+    has streams."""
     kind = _accelerator()
     return (
         torch.get_device_module(kind) if kind is not None and kind.type in _ASYNCHRONOUS else None
@@ -506,7 +506,7 @@ def _module() -> Any:
 
 
 def _accelerator() -> torch.device | None:
-    """The accelerator for which this torch is built; None: for none."""
+    """The accelerator for which this torch is built, or None."""
     try:
         return torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6 raises this if it is built for none

@@ -176,7 +176,7 @@ def write_at(fd: int, data: bytes, offset: int) -> None:
     """Write all of ``data`` from ``offset`` on. The kernel may take less if the disk fills, a quota
     or limit is reached, or a signal comes.
 
-    :raises OSError: the rest cannot be written; the bytes before it are there.
+    :raises OSError: a write failed; the bytes before it are written.
     """
     view, done = memoryview(data), 0
     while done < view.nbytes:
@@ -363,7 +363,7 @@ def is_held(path: Path) -> bool:
     takes no lock that others could see.
 
     :raises FileNotFoundError: there is no such file.
-    :raises OSError: it cannot be read, or the file system cannot say.
+    :raises OSError: it cannot be read, or its file system does not report locks.
     """
     fd = open_regular(path)
     try:

@@ -25,7 +25,7 @@ _PLAIN = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
 
 
 def event(name: str, /, **fields: object) -> dict[str, object]:
-    """The ``extra`` of a call of a logger: the event's stable name and its fields;
+    """The ``extra`` of a call of a logger: the event's stable name and its fields.
     ``docs/guide/observing.md`` lists them."""
     return {"event": name, **fields}
 

@@ -246,7 +246,7 @@ def _check_environment() -> None:
         said = os.environ.get(name, "")
         if said.isdecimal() and int(said) > 1:
             raise InvalidInput(
-                f"{launcher} began {said} processes ({name}), of which this is one, and they have"
-                f" not met: each would make states of its own, where the job has one: {advice}, or"
-                " pass group=datastates.ranks.SoloGroup() if each trains by itself"
+                f"{launcher} began {said} processes ({name}), of which this is one, and they are"
+                f" not connected. Each would make separate states, where the job needs one:"
+                f" {advice}, or pass group=datastates.ranks.SoloGroup() if each trains alone"
             )

@@ -69,8 +69,8 @@ def configuration(given: object) -> dict[str, Value]:
     parts = _parts(given)
     if parts is None or isinstance(parts, list):
         raise InvalidInput(
-            f"config is {values.shown(given)}: give a mapping, a namespace or a dataclass; an"
-            " object that is to be tracked by that name goes into objects={'config': …}"
+            f"config is {values.shown(given)}: give a mapping, a namespace or a dataclass. To"
+            " track an object of that name, pass objects={'config': …}"
         )
     found: dict[str, Value] = {}
     for key, value in _flat("", parts, ()):

@@ -132,8 +132,8 @@ class Spikes:
     def __init__(self, factor: float | None, window: int, patience: int) -> None:
         if factor is not None and not factor > 0:
             raise InvalidInput(
-                f"spike is {factor}: it is how many deviations above the median a loss may lie, or"
-                " None"
+                f"spike is {factor}: give the number of deviations above the median that a loss may"
+                " have, or None"
             )
         if window < 4:
             raise InvalidInput(f"window is {window}: judge a loss by at least 4 before it")
@@ -317,8 +317,8 @@ class Guard:
         if good is None:
             raise Unavailable(
                 f"the loss of step {step} on branch {run.branch!r} {problem}, and no good state"
-                f" before it can be restored: what there is lies on {branch!r}; start again with a"
-                " lower learning rate, other data, or more memory_bytes"
+                f" before it can be restored: the states so far are on {branch!r}. Start again"
+                " with a lower learning rate, other data, or more memory_bytes"
             )
         self._put_back(good)
         self.rewinds.append(Rewind(step, loss, problem, good, branch))
@@ -333,8 +333,8 @@ class Guard:
                 nearest=good.uid,
             )
         _logger.warning(
-            "the loss of step %d %s: back at step %d (%s), what came since is on %s; rewind %d of"
-            " %d in a row",
+            "the loss of step %d %s: back at step %d (%s), and the states since then are on %s"
+            " (rewind %d of %d in a row)",
             step,
             problem,
             good.step,
@@ -508,8 +508,8 @@ def _kept(training: Training, keep: Iterable[str], *, is_skipping: bool) -> froz
         kinds = [isinstance(each, DataLoader | Sampler) for _, each in parts({name: found})]
         if any(kinds) and not all(kinds) and name not in kept:
             raise InvalidInput(
-                f"{name!r} holds a loader among other things, and only the loader is to go on:"
-                " track it under a name of its own"
+                f"{name!r} holds a loader and other objects, and only the loader is to keep its"
+                " place: track the loader under a separate name"
             )
         if any(kinds):
             kept.add(name)

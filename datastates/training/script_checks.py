@@ -115,8 +115,8 @@ class ScriptChecks:
                 _logger.warning("%s: %s", ", ".join(names), said)
 
     def note_temporaries(self, ours: Callable[[], Iterable[object]]) -> None:
-        """Note, when the script first uses the tracker, what it made only to pass it: no name of
-        that could be bound to something else."""
+        """Note the objects to which the script has no reference when it first uses the tracker. It
+        made them only to pass them, so none of its names is bound to another object later."""
         if self._passed is None and not self.gradients.captures:
             self._passed = {*self._alone(ours)}
 
@@ -166,10 +166,10 @@ class ScriptChecks:
                 passed.add(path)
                 _logger.warning(
                     "%s: nothing but the tracker refers to what was tracked, so all states have it"
-                    " as it was; if the script bound its name to another object, change the object"
-                    " in place instead, as in tensor.copy_(new), array[...] = new or"
-                    " module.load_state_dict(new.state_dict()), or track what holds it, as in"
-                    " track(%s=vars(holder))",
+                    " unchanged. If the script bound its name to another object, change the object"
+                    " in place instead: tensor.copy_(new), array[...] = new or"
+                    " module.load_state_dict(new.state_dict()). Or track what holds it,"
+                    " as in track(%s=vars(holder))",
                     path,
                     path.split("/")[0],
                 )
@@ -185,8 +185,8 @@ class ScriptChecks:
         if changed:
             self._buffers = []
             _logger.warning(
-                "%s: registered with persistent=False, and changed since the last capture: no state"
-                " has it; register it without that if training depends on it",
+                "%s: registered with persistent=False, so no state has it, and changed since the"
+                " last capture: register it without persistent=False if training depends on it",
                 ", ".join(changed[:6]),
             )
 
@@ -213,7 +213,7 @@ class ScriptChecks:
             ]
             if lost:
                 _logger.warning(
-                    "%s trains %s that nothing tracked has, of shape %s: no state has them; track"
+                    "%s trains %s that nothing tracked has, of shape %s: no state has them. Track"
                     " the module that they are in, too",
                     watched.path,
                     "a parameter" if len(lost) == 1 else f"{len(lost)} parameters",
@@ -246,8 +246,8 @@ class ScriptChecks:
                 watched.idle += 1
             if watched.idle == _IDLE and not _is_shared(watched, stepped):
                 _logger.warning(
-                    "%s takes no step although its parameters change: if another optimizer took its"
-                    " place, no state has that one; track it instead",
+                    "%s takes no step although its parameters change. If another optimizer replaced"
+                    " it, no state has that one: track it instead",
                     watched.path,
                 )
 
@@ -349,8 +349,8 @@ class Gradients:
     def _tell(self, path: str) -> None:
         self.unhook()
         _logger.warning(
-            "captured while %s accumulates gradients, which this state does not have: a training"
-            " that goes on from it begins the accumulation with the next batch; capture after"
+            "captured while %s accumulates gradients, which this state does not have. A training"
+            " that resumes from it begins the accumulation with the next batch. Capture after"
             " optimizer.step(), or track with gradients=True",
             path,
         )

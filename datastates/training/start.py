@@ -92,7 +92,7 @@ def claim(
     :raises Conflict: one holds it, and ``takeover`` is False.
     """
     branch, by = training.branch, f"process {training.run.pid} on {training.run.host}"
-    segments.lock(session)  # of two that begin at once, the later one sees the other
+    segments.lock(session)  # if two begin at once, the later one sees the earlier one
     for other in holders(training.core, session, branch, takeover=takeover):
         # ``record`` refuses what it captures on the branch from now on
         runs.note(session, other.uid, {TAKEN: by})
@@ -255,7 +255,7 @@ def _named(
         raise Conflict(f"{branch!r} is a tag: choose another name for the branch")
     if not resume:
         raise Conflict(
-            f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or go on there"
+            f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or resume there"
             " with resume=True"
         )
     if origin is not None:
@@ -320,8 +320,8 @@ def restore_start(
     say(f"branch {training.branch} goes on from {where}", resumed)
     if forgotten := _forgotten(training, only):
         _logger.warning(
-            "branch %s has %s too, and %s not tracked now: begun anew, and missing in what is"
-            " captured from here; pass %s to track, or fork with start=",
+            "branch %s has %s too, and %s not tracked now: begun again, and missing in states"
+            " captured from here. Pass %s to track, or fork with start=",
             training.branch,
             ", ".join(forgotten),
             "they are" if len(forgotten) > 1 else "it is",
@@ -395,8 +395,8 @@ def _warn_of_misspelling(session: Session, branch: str) -> None:
     close = get_close_matches(branch, names, n=3, cutoff=0.75)
     if close:
         _logger.warning(
-            "branch %r is new and begins without a state, and there is %s: branch=%r would go on"
-            " there, start=%r fork from it",
+            "branch %r is new and begins without a state, and there is %s. To resume there, pass"
+            " branch=%r. To fork from it, pass start=%r",
             branch,
             " and ".join(map(repr, close)),
             close[0],

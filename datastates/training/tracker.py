@@ -54,10 +54,10 @@ def check_replicas(training: Training) -> None:
         shown = [f"{each.path} (rank {', '.join(map(str, each.ranks))})" for each in found[:_SHOWN]]
         more = f", and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
         raise InvalidInput(
-            f"branch {training.branch!r}: a state has one value of what all ranks hold, and these"
-            f" differ: {', '.join(shown)}{more}. Make them equal (DistributedDataParallel does so"
-            " when it wraps a model: track it afterwards), name what is each rank's own in own=…,"
-            " or pass check=None"
+            f"branch {training.branch!r}: a state has one value of what all ranks hold, and"
+            f" {', '.join(shown)}{more} differ. Make them equal, name what is each rank's own in"
+            " own=…, or pass check=None. DistributedDataParallel makes a model equal when it wraps"
+            " it, so track the model after that"
         )
 
 
@@ -341,7 +341,7 @@ class Tracker:
 
         :param metrics: numbers or 0-d tensors, by name. A tensor on a device is read together with
             the state; this call does not wait for it.
-        :param step: the step to record; None: as counted.
+        :param step: the step to record. None takes the counted one.
         :param message: a text for people.
         :param attributes: plain values to search by.
         :raises InvalidInput: an argument cannot be recorded; names it.
@@ -480,8 +480,8 @@ class Tracker:
 
     @property
     def group(self) -> Group:
-        """The ranks that track this training together: ``run.group.rank`` of ``run.group.size``;
-        rank 0 of 1 in a single process."""
+        """The ranks that track this training together: ``run.group.rank`` of ``run.group.size``.
+        A single process is rank 0 of 1."""
         return self._training.ranks.group
 
     def check_replicas(self) -> list[Difference]:
@@ -588,8 +588,8 @@ class Tracker:
         self._training.check_usable()
         if self.group.size > 1:
             raise Unsupported(
-                f"run.guard is for one process, and this training has {self.group.size}: its ranks"
-                " would have to agree on every loss; reduce the loss over them yourself, and call"
+                f"run.guard is for one process, and this training has {self.group.size}, which"
+                " would have to agree on every loss: reduce the loss over the ranks, and call"
                 " run.restore on all of them"
             )
         return Guard(self, self._training, Rules(spike, patience, window, back, data, limit, keep))

@@ -159,9 +159,9 @@ def restore_trained(
             )
         if kept:
             _logger.warning(
-                "branch %s: %s %s in the state that was restored, and not here: set requires_grad"
-                " before DistributedDataParallel wraps the model, because it exchanges the"
-                " gradients of the parameters that are trained then",
+                "branch %s: %s %s in the state that was restored, and not here. The call"
+                " DistributedDataParallel(model) fixes which gradients are exchanged, so"
+                " set requires_grad before DistributedDataParallel wraps the model",
                 branch,
                 _counted(kept, kind),
                 done,
@@ -192,7 +192,7 @@ def warn_of_misfits(branch: str, report: RestoreReport, step: int, *, is_beginni
     if left:
         _logger.warning(
             "branch %s: %s did not fit and are not restored (strict=False): what is here stays as"
-            " the script %s it, while the step counts on from %s; %s",
+            " the script %s it, while the step counts on from %s (%s)",
             branch,
             ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else ""),
             made,
@@ -329,7 +329,7 @@ class Training:
     ) -> None:
         """Call ``on_recorded`` for each state from now on, and ``on_end`` at the end.
 
-        Neither may refer to the tracker or its objects, or it would keep them alive.
+        A function that refers to the tracker or its objects would keep them alive.
 
         :param on_recorded: called once for each recorded state, in order, on any thread. It returns
             at once and raises nothing.
@@ -763,8 +763,8 @@ class Training:
         lost = [name for name in lost if name not in others]
         if restored and lost and self.ranks.is_first:
             _logger.warning(
-                "branch %s: %s parameters, such as %s, are frozen in the state that was restored,"
-                " which leaves them out, and trained here: they keep their values; make the model"
+                "branch %s: %s parameters, such as %s, are trained here and keep their values. They"
+                " are frozen in the state that was restored, which leaves them out. Make the model"
                 " again, frozen as it was then",
                 self.branch,
                 len(lost),
@@ -854,7 +854,7 @@ class Training:
             self.close()
         except Exception as exc:  # the new tracker begins, whatever happened to the earlier one
             _logger.warning(
-                "branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc
+                "branch %s: the last captures of its earlier tracker failed (%s)", self.branch, exc
             )
         with undisturbed():
             _logger.warning(
@@ -879,8 +879,8 @@ def _refuse_gradients(flat: Flat) -> None:
     for leaf in flat.tensors:
         if leaf.path.startswith(f"{GRADIENTS}/") and not is_spread(leaf.tensor):
             raise Unsupported(
-                f"{leaf.path} is tracked by several ranks, each of which may have gradients of its"
-                " own: track without gradients=True, and capture after optimizer.step()"
+                f"{leaf.path} is tracked by several ranks, each of which may have different"
+                " gradients: track without gradients=True, and capture after optimizer.step()"
             )
 
 

@@ -258,7 +258,7 @@ def test_a_training_that_goes_back_takes_the_branch_along(
     assert repo.state("main").parents == (middle.uid,)
     assert repo.state("main@{2}").step == 21
     assert (
-        f"branch main goes back to {middle.uid[:10]}, from which the training goes on"
+        f"branch main goes back to {middle.uid[:10]}, from which the training resumes"
         in caplog.text
     )
     Fitted(

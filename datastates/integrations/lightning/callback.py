@@ -108,7 +108,7 @@ class Fit:
         self.since, self._weights = state.get("since", 0), state.get("weights")
         self._gives_buffers = state.get("gives_buffers")
         if state.get("made_to_accumulate", self._made_to_accumulate) == self._made_to_accumulate:
-            # otherwise the Trainer was made with another number, which is to be obeyed
+            # a Trainer that was made with another number keeps that number
             self._accumulates = state["accumulate"]
 
     def begin(self) -> None:
@@ -118,7 +118,7 @@ class Fit:
             return
         if self.is_between:
             self._trainer.fit_loop.epoch_loop.restarting = (
-                False  # otherwise a training by steps would go on in an epoch that is over
+                False  # otherwise a training by steps would resume in an epoch that is over
             )
             self.is_between = False
         if self._weights is not None:
@@ -154,8 +154,9 @@ class Fit:
         ]
 
     def _ddp(self) -> DistributedDataParallel | None:
-        """The wrapper that gives the buffers of rank 0 to all in the next forward, or not: after a
-        step of manual optimization, each rank keeps its own. A new one always gives them.
+        """The wrapper around the model, if there is one. It may copy the buffers of rank 0 to all
+        ranks in the next forward. A new wrapper does. After a step of manual optimization, each
+        rank keeps its own buffers.
         """
         model = self._trainer.strategy.model
         return model if isinstance(model, DistributedDataParallel) else None
@@ -371,7 +372,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         :param repo: the repository, or its folder, which is opened for each ``fit``.
         :param branch: the branch that captures move.
         :param start: the state from which a new branch forks.
-        :param every: capture every n-th step of the optimizers; None: at the end of each epoch. A
+        :param every: capture every n-th step of the optimizers. None means the end of each epoch. A
             step after which Lightning validates and the end of the training are always captured.
         :param config: the configuration of this training, in addition to the hyper-parameters of
             module and datamodule.
@@ -414,8 +415,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             )
         if self._data is not None and self._data.trainer is not trainer:
             raise Conflict(
-                "this DatastatesCallback is in a fit of another Trainer: make one for each, with a"
-                " branch of its own"
+                "this DatastatesCallback is in a fit of another Trainer: make one for each"
+                " Trainer, with a separate branch"
             )
         if any(
             isinstance(each, DatastatesCallback) and each is not self for each in trainer.callbacks
@@ -475,9 +476,9 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             if trainer.world_size > 1:
                 raise Unsupported(
                     f"ckpt_path={str(trainer.ckpt_path)!r} would give {trainer.world_size}"
-                    " processes the random numbers and the place of one of them: leave it out to"
-                    " go on where the branch stands, or give DatastatesCallback start= and a new"
-                    " branch"
+                    " processes the random numbers and the data position of one of them: leave"
+                    " ckpt_path out to resume from the branch, or pass start= and a new branch to"
+                    " DatastatesCallback"
                 )
             start, options = self._begin_at(trainer.ckpt_path, options)
         # logs, and the place in a share, differ between ranks
@@ -507,7 +508,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         notes = inexact(trainer, pl_module, self._data.loaders)
         if notes:
             _logger.warning(
-                "branch %s: a resumed training may differ from one that never stopped: %s",
+                "branch %s: a resumed training may differ from one that never stopped (%s)",
                 self.branch,
                 "; ".join(notes),
             )
@@ -519,8 +520,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         for each in self._data.loaders:
             each.claim(is_resumable=True)
         if is_within and trainer.val_check_batch is not None:
-            # Lightning validates before it goes on after a batch that is due; everything of that
-            # batch was done before the capture
+            # on resume, Lightning validates again if the last batch was due for validation; that
+            # validation was done before the capture
             self._val_check, trainer.val_check_batch = trainer.val_check_batch, math.nan
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -540,7 +541,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
                 each.claim(is_resumable=False)
         self._is_trained, self._epoch = True, trainer.current_epoch
         found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        # Lightning has divided the loss by it
+        # Lightning divides the loss by the number of accumulated batches
         share = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self._loss = (
             found.detach() * share
@@ -634,7 +635,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
 
     def _end(self, trainer: Any, exception: BaseException | None) -> None:
         if self._data is not None and self._data.trainer is not trainer:
-            return  # of another Trainer, which was refused
+            return  # the end of a fit of another Trainer, which was refused
         data, self._data = self._data, None
         run, self._run = self._run, None
         repo, self._repo = self._repo, None
@@ -674,7 +675,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         if head is not None and (state is None or state.uid != head):
             raise Conflict(
                 f"branch {self.branch!r} exists at {head[:10]}, and ckpt_path={str(path)!r} is"
-                " another state: leave ckpt_path out to go on there, or name another branch"
+                " another state: leave ckpt_path out to resume there, or name another branch"
             )
         if state is not None and is_checkpoint(state):
             options["only"] = ["model"]  # Lightning restores the other objects

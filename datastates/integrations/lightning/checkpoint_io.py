@@ -198,7 +198,7 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]
         if all(each.uid != state for each in self.repo.ancestors(head)):
             raise Conflict(
                 f"branch {self.branch!r} exists and does not descend from {state[:10]}, from which"
-                " the training goes on: give DatastatesCheckpointIO another branch="
+                " the training resumes: pass another branch= to DatastatesCheckpointIO"
             )
         _logger.warning(
             "branch %s goes back to %s, from which the training resumes; its reflog has %s",
@@ -303,8 +303,8 @@ def _state(repo: Repository, revision: str) -> State:
     except NotFound as exc:
         names = ", ".join(ref.name for ref in repo.refs()) or "none yet"
         raise NotFound(
-            f"ckpt_path: {repo.core.location} has no {revision!r} ({exc}); its branches and tags:"
-            f" {names}"
+            f"ckpt_path: {repo.core.location} has no {revision!r} ({exc}). Its branches and tags"
+            f" are: {names}"
         ) from exc
 
 
