@@ -289,9 +289,8 @@ class Snapshots:
         finally:
             try:
                 for each in found:
-                    devices().wait(
-                        each.stream, devices().mark(devices().current(each.stream.device))
-                    )
+                    reading = devices().mark(devices().current(each.stream.device))
+                    devices().wait(each.stream, reading)
             finally:
                 with self._lock:
                     for each in found:

@@ -154,7 +154,7 @@ def launching(monkeypatch: pytest.MonkeyPatch, launch: Callable[[Blocks], object
     kernels = ModuleType("datastates.state.kernels")
     kernels.Launch = launch  # type: ignore[attr-defined]  # as the module has it
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    monkeypatch.setattr("datastates.state.device_digest._has_kernels", lambda _: True)
+    monkeypatch.setattr("datastates.state.device_digest.has_kernels", lambda _: True)
 
 
 def test_kernels_are_launched_with_the_device_selected_on_which_the_bytes_lie(

@@ -174,7 +174,9 @@ def test_of_two_workers_that_do_not_see_each_other_s_claims_one_gives_way(
     with datastates.open(tmp_path / "runs", config=CONFIG) as other:
         ours, theirs = Job(repo, assignment), Job(other, assignment)
         ours.track(**objects())
-        monkeypatch.setattr(start, "_living", weakref.WeakSet())  # as it is in another process
+        monkeypatch.setattr(
+            start, "_open_trainings", weakref.WeakSet()
+        )  # as it is in another process
         theirs.track(**objects())
         won = ours.report(loss=1.0).wait()
         theirs.report(loss=2.0)

@@ -74,7 +74,7 @@ def ranks_of(
     given = Config(**{"memory_bytes": 64 << 20, "durable_interval_s": None, **config})
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         # each rank is a process of its own, as far as it knows
-        patch.setattr(start, "take_over", lambda core, branch, check: None)
+        patch.setattr(start, "end_earlier", lambda core, branch, check: None)
         ranks = []
         for rank in range(size):
             repo = stack.enter_context(

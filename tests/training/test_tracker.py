@@ -78,7 +78,7 @@ def test_two_trainings_on_one_branch_are_a_conflict_not_a_mixture(
     repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = repo.track(weight=torch.zeros(3))
-    monkeypatch.setattr(start, "_living", weakref.WeakSet())  # as it is in another process
+    monkeypatch.setattr(start, "_open_trainings", weakref.WeakSet())  # as it is in another process
     theirs = repo.track(weight=torch.ones(3))
     mine.capture().wait()
     with pytest.raises(Conflict, match="branch 'main' is at"):

@@ -49,8 +49,8 @@ PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
         Lateness.COPIES,
         ObjectsSink,
         "commit",
-        "self._unloading.join()",
-        "self._unloading._streams.clear()",
+        "self._device_writer.join()",
+        "self._device_writer._streams.clear()",
     ),
     "buffers are given away while they are read": (
         *(
