@@ -224,7 +224,7 @@ def test_ranks_that_are_none_are_refused(database: Database, new_state: Make) ->
     for rank in (-1, 2):
         with pytest.raises(InvalidInput, match=f"none of rank {rank}"):
             tell(database, told[0], rank)
-    with pytest.raises(InvalidInput, match="is said to be lost"):
+    with pytest.raises(InvalidInput, match="has the status lost"):
         tell(database, replace(told[0], status=Status.LOST), 0)
     with pytest.raises(NotFound, match="no run"):
         tell(database, replace(told[0], facts=replace(told[0].facts, run="0" * 24)), 0)

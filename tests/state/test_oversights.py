@@ -429,7 +429,7 @@ def test_an_optimizer_that_accumulates_beside_one_that_does_not_is_told(
                 second.zero_grad()
             if number == 5:
                 run.capture()
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+    assert [record.getMessage().split(".")[0] for record in caplog.records] == [
         f"captured while second {ACCUMULATES}"
     ]
 
@@ -665,7 +665,7 @@ def test_a_name_that_is_bound_to_another_object_is_reported_once(
     run.close()
     bound = {"mean", "hidden", "teacher", "large", "weight", "plain"}
     assert named(caplog) == bound | {"stats/mean", "stats/more/0", "nested/mean"}
-    assert "or track what holds it, as in track(hidden=vars(holder))" in caplog.text
+    assert "Or track what holds it, as in track(hidden=vars(holder))" in caplog.text
     assert (
         "tensor.copy_(new), array[...] = new or module.load_state_dict(new.state_dict())"
         in caplog.text

@@ -193,7 +193,7 @@ def test_going_back_to_before_a_parameter_was_trained_is_warned_of(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == is_thawed
     assert all(
-        "2 parameters, such as model/0.bias, are frozen in the state" in line for line in said
+        "2 parameters, such as model/0.bias, are trained here and keep" in line for line in said
     )
 
 

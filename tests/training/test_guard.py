@@ -515,7 +515,7 @@ def test_what_means_nothing_is_refused(repo: Repository, options: Any, message: 
 
 def test_a_loader_among_other_things_is_refused(repo: Repository) -> None:
     parts = {"model": nn.Linear(1, 1), "sampler": PermutationSampler(3)}
-    with repo.track(all=parts) as run, pytest.raises(InvalidInput, match="a name of its own"):
+    with repo.track(all=parts) as run, pytest.raises(InvalidInput, match="under a separate name"):
         run.guard()
 
 

@@ -40,8 +40,8 @@ def test_both_sides_come_to_the_same(one: Ready, other: Ready, plane: str) -> No
 @pytest.mark.parametrize(
     ("one", "other", "said"),
     [
-        (ready(BOTH, "ucx"), ready(OURS), "this side was told data='ucx', and peer"),
-        (ready(OURS), ready(BOTH, "ucx"), "peer was told data='ucx', and this side"),
+        (ready(BOTH, "ucx"), ready(OURS), "this side has data='ucx', and peer"),
+        (ready(OURS), ready(BOTH, "ucx"), "peer has data='ucx', and this side"),
         (ready(("memory",)), ready(OURS), "peer moves bytes over tcp, this side over memory"),
         (ready(BOTH), ready(()), "over nothing"),
     ],
