@@ -235,11 +235,12 @@ REPLICA = Table(
     Column("node", String(255), primary_key=True),
     Column("status", String(8), nullable=False),
     Column("bytes", BigInteger, nullable=False),
+    Column("is_near", Boolean),
     sqlite_with_rowid=False,
 )
 """One rank's shard of one state is complete on a tier of a node (see ``holders``).
 
-``status`` is ``ok`` or ``gone``."""
+``status`` is ``ok`` or ``gone``. ``is_near``: a policy keeps the state off further tiers."""
 
 
 PART = Table(

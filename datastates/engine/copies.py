@@ -1,6 +1,7 @@
 """Copies of durable states onto the further tiers of a repository.
 
-A separate thread makes them, because a slow bucket must delay neither captures nor the disk.
+Each tier has a thread of its own, because a slow bucket must delay neither captures, nor the disk,
+nor another tier. A state counts as copied once the tier confirms that it holds it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from datastates.errors import (
@@ -24,12 +25,16 @@ from datastates.errors import (
 )
 from datastates.lineage import lookup
 from datastates.lineage.database import Database
+from datastates.lineage.query.retained import outstanding
 from datastates.lineage.states import Status
 from datastates.lineage.views.text import plural
 from datastates.lineage.write.replicas import SAFETY, mark
 from datastates.state.manifest import Manifest
-from datastates.storage.tier import SupportsManifests, Tier
+from datastates.storage.local import LocalTier
+from datastates.storage.tier import Payload, Reader, SupportsManifests, Tier
 from datastates.storage.tiers import payload_of
+from datastates.system.files import hold
+from datastates.system.interrupts import Mutex
 from datastates.system.logs import event, reason_of
 from datastates.system.threads import yield_disk
 
@@ -37,192 +42,383 @@ from .handle import Progress
 
 _logger = logging.getLogger(__name__)
 
+CLOSING_S = 5.0
+"""The seconds after which no further copy begins when a training or repository is closed. A copy
+that has moved no bytes for as long is not waited for."""
+
+STALL_S = 10.0
+"""A tier that has moved no bytes of a copy for this long, in seconds, does not respond."""
+
 _FIRST_LOOK_S = 0.25
 _LAST_LOOK_S = 4.0
+"""The first and the longest pause between two queries for the parts of other ranks, in seconds."""
+
+_FIRST_RETRY_S = 1.0
+_LAST_RETRY_S = 60.0
+"""The first and the longest pause before a failed copy is tried again, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Copy:
+    """A state to copy: the ranks whose parts this process has, and the handle to notify, if any."""
+
     uid: str
     ranks: Sequence[int]
-    tier: Tier
-    progress: Progress | None
+    progress: Progress | None = None
 
-    def tell(self, status: Status) -> None:
+    def reach(self, status: Status) -> None:
+        """Note that the state has reached a status."""
         if self.progress is not None and self.progress.state is not None:
             self.progress.advance(replace(self.progress.state, status=status))
 
     def give_up(self, why: str) -> None:
+        """Note that the state will not reach the tier."""
         if self.progress is not None:
             self.progress.give_up(why)
 
 
 class Copies:
-    """Copies durable states onto the further tiers. Without such tiers it has no thread and costs
-    nothing. ``on_done`` is called after each attempt. It waits ``patience_s`` for the parts of
-    other ranks.
+    """Copies durable states onto the further tiers.
+
+    Without such tiers it has no thread and costs nothing. ``on_done`` is called after each attempt.
+    The parts of other ranks are awaited for ``patience_s``. States that an earlier process left in
+    the ``folder`` without a copy are copied first.
     """
 
     def __init__(
         self,
-        durable: Tier,
+        durable: LocalTier,
         further: Sequence[Tier],
         database: Database,
         on_done: Callable[[], None],
         patience_s: float,
+        folder: str = "",
     ) -> None:
-        self._durable, self._further, self._database, self._on_done = (
-            durable,
-            further,
-            database,
-            on_done,
-        )
-        self._patience_s = patience_s
-        self._halves: list[tuple[_Copy, float]] = []
-        """The copies that wait for the parts of other ranks, and since when."""
-        self._look_at = self._look_every_s = 0.0
-        self._turns: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._late: dict[str, deque[_Copy]] = {tier.name: deque() for tier in further}
-        self._put = self._done = 0  # each is written by one thread at a time
-        self._waiting = Counter[str]()
-        self._took_s: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        if further:
-            self._thread = threading.Thread(target=self._run, name="datastates-copies", daemon=True)
-            self._thread.start()
+        self._statuses = [tier.gives for tier in (durable, *further)]
+        self._each = [
+            _TierCopies(tier, durable, database, on_done, patience_s, folder) for tier in further
+        ]
 
     @property
     def pending(self) -> int:
         """The number of copies that were not tried yet."""
-        return self._put - self._done
+        return sum(each.pending for each in self._each)
 
     @property
     def took_s(self) -> float | None:
         """How long it took to put the newest state onto all further tiers together, in seconds.
         None if no state was put onto any."""
-        return sum(self._took_s.copy().values()) if self._took_s else None
+        took = [each.took_s for each in self._each if each.took_s is not None]
+        return sum(took) if took else None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why states do not reach a tier, since when, and how many wait. None while copies work."""
+        return next(filter(None, (each.trouble() for each in self._each)), None)
 
     def check_goal(self, goal: Status) -> None:
         """Raise unless a tier gives this status, or a later one.
 
         :raises InvalidInput: none does.
         """
-        if all(SAFETY[tier.gives] < SAFETY[goal] for tier in (self._durable, *self._further)):
+        if all(SAFETY[status] < SAFETY[goal] for status in self._statuses):
             raise InvalidInput(
                 f"no tier of this repository makes states {goal}: open it with Config(tiers=[…]),"
                 " or wait for 'durable'"
             )
 
-    def is_pending(self, uid: str) -> bool:
-        """Whether a state is still to be put onto a tier. This object then informs callers that
-        wait for it."""
-        with self._lock:
-            return uid in self._waiting
+    def awaited_by(self, uid: str) -> str | None:
+        """The name of a tier onto which a state is still to be put. None if there is none."""
+        return next((each.tier.name for each in self._each if each.is_waiting(uid)), None)
 
     def put(self, uid: str, ranks: Sequence[int], progress: Progress | None) -> None:
-        """Note that a state became durable, of which this process has the parts of these ranks.
+        """Note that a state is durable, of which this process has the parts of these ranks.
 
         Any thread; never waits."""
-        with self._lock:
-            for tier in self._further:
-                self._waiting[uid] += 1
-                self._put += 1
-                self._turns.put(_Copy(uid, ranks, tier, progress))
+        for each in self._each:
+            each.put(_Copy(uid, ranks, progress))
 
-    def close(self) -> None:
-        """End the thread once it has tried what waits; ``join`` waits for that. Idempotent."""
-        self._turns.put(None)
+    def drop(self, uid: str) -> str | None:
+        """Stop waiting for the copies of a state, whose bytes are about to leave the disk. Returns
+        the name of a tier that does not have it yet."""
+        name = self.awaited_by(uid)
+        for each in self._each:
+            each.drop(uid)
+        return name
+
+    def end_by(self, deadline: float | None) -> None:
+        """Begin no copy after this time of the monotonic clock; newest states go first until then.
+        None takes that back."""
+        for each in self._each:
+            each.deadline = deadline
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a caller that closes should wait: copies may still begin, or one moves bytes."""
+        return any(each.is_moving() for each in self._each)
+
+    def close(self, within_s: float = CLOSING_S) -> None:
+        """Begin no copy after ``within_s`` seconds, then end the threads; ``join`` waits for that.
+        Idempotent."""
+        for each in self._each:
+            each.close(within_s)
 
     def join(self) -> None:
-        """Wait until the thread has ended."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait until the threads have ended, except those whose tier does not respond. Then log
+        which states are not on their tiers, and notify their handles."""
+        for each in self._each:
+            each.join()
+
+
+class _TierCopies:
+    """The copies onto one tier, and their thread."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        durable: LocalTier,
+        database: Database,
+        on_done: Callable[[], None],
+        patience_s: float,
+        folder: str,
+    ) -> None:
+        self.tier, self._durable, self._database = tier, durable, database
+        self._folder = folder
+        self._on_done, self._patience_s = on_done, patience_s
+        self.took_s: float | None = None
+        self.deadline: float | None = None
+        self._put = self._done = 0  # each is written by one thread at a time
+        self._new: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._late: deque[_Copy] = deque()
+        self._halves: list[tuple[_Copy, float]] = []
+        """The copies that wait for the parts of other ranks, and since when."""
+        self._waiting: dict[str, _Copy] = {}
+        self._lock = Mutex()
+        self._why: str | None = None
+        self._failing_since: float | None = None
+        self._moved_at: float | None = None
+        """When the copy under way moved bytes last. None if none is under way."""
+        self._retry_at = self._retry_every_s = self._look_at = self._look_every_s = 0.0
+        self._is_closing = self._is_closed = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"datastates-copies-{tier.name}", daemon=True
+        )
+        self._thread.start()
+
+    # --- any thread -------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """The number of copies that were not tried yet."""
+        return self._put - self._done
+
+    def is_waiting(self, uid: str) -> bool:
+        """Whether a state is still to be put onto the tier."""
+        return uid in self._waiting
+
+    def put(self, copy: _Copy) -> None:
+        """Queue a copy, unless the state waits already."""
+        with self._lock:
+            known = self._waiting.get(copy.uid)
+            if known is not None:
+                known.progress = known.progress or copy.progress
+                return
+            self._waiting[copy.uid] = copy
+            self._put += 1
+            self._new.put(copy)
+
+    def drop(self, uid: str) -> None:
+        """Give up the copy of a state that leaves the disk."""
+        with self._lock:
+            copy = self._waiting.pop(uid, None)
+        if copy is not None:
+            said = f"state {uid} left the disk before it was copied to the {self.tier.name} tier"
+            _logger.warning("%s", said, extra=event("copy.dropped", tier=self.tier.name, state=uid))
+            copy.give_up(said)
+
+    def trouble(self) -> str | None:
+        """Why states do not reach the tier. None while they do."""
+        now, moved_at, waiting = time.monotonic(), self._moved_at, len(self._waiting)
+        wait = f"{plural(waiting, 'state')} wait{'s' * (waiting == 1)} for it"
+        if moved_at is not None and now - moved_at > STALL_S:
+            return f"the {self.tier.name} tier has not responded for {now - moved_at:.0f} s; {wait}"
+        if self._failing_since is not None:
+            return (
+                f"the {self.tier.name} tier has failed for {now - self._failing_since:.0f} s"
+                f" ({self._why}); {wait}"
+            )
+        return None
+
+    def is_moving(self) -> bool:
+        """Whether a copy may still begin, or the one under way has moved bytes lately."""
+        if not self.pending:
+            return False
+        now, moved_at = time.monotonic(), self._moved_at
+        may_begin = self.deadline is None or now < self.deadline
+        return may_begin or (moved_at is not None and now - moved_at < CLOSING_S)
+
+    def close(self, within_s: float) -> None:
+        """Begin no copy after ``within_s`` seconds."""
+        self.deadline = time.monotonic() + within_s
+        self._is_closing = True
+        self._new.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread while it moves bytes, then report what is not on the tier."""
+        if self._thread is threading.current_thread():
+            return
+        began = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(0.05)
+            moved_at = max(self._moved_at or began, began)
+            if time.monotonic() - moved_at > CLOSING_S:
+                break
+        with self._lock:
+            self._is_closed = True
+            left, self._waiting = list(self._waiting.values()), {}
+        if not left:
+            return
+        _logger.warning(
+            "not on the %s tier: %s that became durable, the last of them %s; they are copied when"
+            " the repository is next opened for writing",
+            *(self.tier.name, plural(len(left), "state"), left[-1].uid),
+            extra=event("copies.left", tier=self.tier.name, states=len(left)),
+        )
+        halves = {copy.uid for copy, _ in self._halves}
+        for copy in left:
+            what = "not all of its parts were" if copy.uid in halves else "it was not"
+            copy.give_up(
+                f"state {copy.uid} is durable, and {what} on the {self.tier.name} tier when its"
+                " repository was closed"
+            )
+
+    # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         yield_disk()
-        while (turn := self._next()) is not None:
-            late = self._late[turn.tier.name]
-            late.append(turn)
-            try:
-                self._work_off(late)
-            finally:
-                self._done += 1
-                self._on_done()
-        for tier in self._further:
-            self._give_up(tier, self._late[tier.name])
-        self._look()
-        for turn, _ in self._halves:
-            turn.give_up(
-                f"state {turn.uid} is durable, and not all of its parts were on the"
-                f" {turn.tier.name} tier when its repository was closed"
+        with ExitStack() as stack:
+            if self._folder:
+                self._queue_outstanding(stack)
+            self._serve()
+
+    def _queue_outstanding(self, stack: ExitStack) -> None:
+        """Queue the states that earlier processes left in the folder without a copy, unless another
+        process copies them: a lock says so until this process ends."""
+        try:
+            lock = hold(self._durable.root / f".copies-{self.tier.name}")
+            if lock is None:
+                return
+            stack.callback(lock.close)
+            parts: dict[str, list[int]] = {}
+            here = {"tier": self._durable.name, "node": self._folder}
+            with self._database.read() as session:
+                for uid, rank in outstanding(session, **here, further=self.tier.name):
+                    parts.setdefault(uid, []).append(rank)
+        except (DatastatesError, OSError) as exc:
+            _logger.warning(
+                "states that are not on the %s tier yet are not looked for: %s", self.tier.name, exc
             )
-            self._forget(turn)
+            return
+        for uid, ranks in parts.items():
+            self.put(_Copy(uid, ranks))
+
+    def _serve(self) -> None:
+        while not (self._is_closing and self._new.empty()):
+            copy = self._next()
+            if copy is not None:
+                self._late.append(copy)
+            try:
+                if self._halves and time.monotonic() >= self._look_at:
+                    self._look()
+                self._work_off()
+            finally:
+                if copy is not None:
+                    self._done += 1
+                self._on_done()
+        self._look()
 
     def _next(self) -> _Copy | None:
-        while self._halves:
-            left = self._look_at - time.monotonic()
-            if left > 0:
-                with suppress(queue.Empty):
-                    return self._turns.get(timeout=left)
-            self._look()
-            self._look_every_s = min(2 * self._look_every_s, _LAST_LOOK_S)
-            self._look_at = time.monotonic() + self._look_every_s
-        return self._turns.get()
+        """The next copy. None when the repository is being closed, and when it is time to try or to
+        query again."""
+        due = [self._look_at] if self._halves else []
+        if self._late and not self._is_over():
+            due.append(self._retry_at)
+        timeout = None if not due else max(0.0, min(due) - time.monotonic())
+        with suppress(queue.Empty):
+            return self._new.get(timeout=timeout)
+        return None
 
-    def _work_off(self, late: deque[_Copy]) -> None:
-        """Copy what waits for one tier, in order, until the tier fails."""
-        was_late = len(late) > 1
-        while late:
-            turn = late[0]
-            try:
-                is_whole = self._copy(turn)
-            except (Corrupt, Unsupported) as exc:
-                _logger.warning(
-                    "state %s is not put onto the %s tier: %s", turn.uid, turn.tier.name, exc
-                )
-                turn.give_up(f"state {turn.uid} is not put onto the {turn.tier.name} tier: {exc}")
-                is_whole = True  # as far as it goes
-            except BaseException as exc:
-                # a tier of the user's may raise anything; it is tried again
-                newest = late[-1]  # those before it were told when they came
-                why = reason_of(exc)
-                said = (
-                    f"state {newest.uid} is durable and not on the {turn.tier.name} tier: {why}; it"
-                    " is tried again with the next"
-                )
-                if newest.progress is not None:
-                    newest.progress.hold_up(Unavailable(said))
-                if not was_late:
-                    _logger.warning(
-                        "%s",
-                        said,
-                        exc_info=exc,
-                        extra=event("tier.away", tier=turn.tier.name, state=newest.uid, reason=why),
-                    )
-                return
-            late.popleft()
-            if is_whole:
-                self._forget(turn)
+    def _is_over(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def _work_off(self) -> None:
+        """Copy what waits for the tier, in order, until the tier fails."""
+        while self._late and not self._is_over():
+            newest_first = self.deadline is not None
+            copy = self._late[-1 if newest_first else 0]
+            is_over = True
+            if self.is_waiting(copy.uid):
+                try:
+                    is_over = self._copy(copy)
+                except (Corrupt, Unsupported) as exc:
+                    said = f"state {copy.uid} is not put onto the {self.tier.name} tier: {exc}"
+                    _logger.warning("%s", said)
+                    copy.give_up(said)
+                except BaseException as exc:
+                    # a tier of the user's may raise anything; it is tried again
+                    self._fail(exc)
+                    return
+                finally:
+                    self._moved_at = None
+                if self._failing_since is not None:
+                    self._recover()
+            self._late.remove(copy)
+            if is_over:
+                self._forget(copy)
             else:
-                self._await_parts(turn)
-            if was_late:
-                _logger.warning(
-                    "the %s tier takes states again",
-                    turn.tier.name,
-                    extra=event("tier.back", tier=turn.tier.name),
-                )
-                was_late = False
+                self._await_parts(copy)
 
-    def _copy(self, turn: _Copy) -> bool:
+    def _fail(self, error: BaseException) -> None:
+        """Note that the tier failed: the newest state's handle gets the reason."""
+        newest = self._late[-1]  # the handles of those before it have their reasons
+        why = reason_of(error)
+        said = (
+            f"state {newest.uid} is durable and not on the {self.tier.name} tier: {why}; it is"
+            " tried again"
+        )
+        if newest.progress is not None:
+            newest.progress.hold_up(Unavailable(said))
+        if self._failing_since is None:
+            self._failing_since, self._retry_every_s = time.monotonic(), _FIRST_RETRY_S
+            if not self._is_closed:  # else the repository was closed meanwhile
+                _logger.warning(
+                    "%s",
+                    said,
+                    exc_info=error,
+                    extra=event("tier.away", tier=self.tier.name, state=newest.uid, reason=why),
+                )
+        else:
+            self._retry_every_s = min(2 * self._retry_every_s, _LAST_RETRY_S)
+        self._why, self._retry_at = why, time.monotonic() + self._retry_every_s
+
+    def _recover(self) -> None:
+        self._why = self._failing_since = None
+        _logger.warning(
+            "the %s tier takes states again",
+            self.tier.name,
+            extra=event("tier.back", tier=self.tier.name),
+        )
+
+    def _copy(self, copy: _Copy) -> bool:
         """Put what this process has of a state; returns whether the whole state is on the tier
         now, or never will be."""
-        tier, began, now = turn.tier, time.monotonic(), None
-        for rank in turn.ranks:
+        tier, began, now = self.tier, time.monotonic(), None
+        for rank in copy.ranks:
             try:
-                reader = self._durable.open_part(turn.uid, rank)
+                reader = self._durable.open_part(copy.uid, rank)
             except NotFound:
-                return True  # it was dropped meanwhile
+                self.drop(copy.uid)
+                return True
             with reader:
                 size = reader.manifest.origin.world_size
                 if size > 1 and not tier.holds_parts:
@@ -230,51 +426,68 @@ class Copies:
                         f"it has {size} parts, and that tier holds states of one: load it, and"
                         " capture that"
                     )
-                placed = tier.put(payload_of(reader), base=_relative(tier, reader.manifest))
+                base = _parent_manifest(tier, reader)
+                placed = tier.put(self._watched(payload_of(reader)), base=base)
+            if not tier.has_part(copy.uid, rank):  # what a store cannot confirm does not count
+                raise Unavailable(
+                    f"the tier took the state and does not list it: check that {tier.name}'s keys"
+                    " or holds return what write has stored"
+                )
+            if self._is_closed and not self.is_waiting(copy.uid):
+                return True  # it took too long: the next process that opens the repository marks it
             with self._database.write(durable=True) as session:
                 now = mark(
                     session,
-                    turn.uid,
+                    copy.uid,
                     tier.gives,
                     tier=tier.name,
                     node=tier.node,
                     rank=rank,
                     bytes=placed.bytes_new,
                 )
-        self._took_s[tier.name] = time.monotonic() - began
+        self.took_s = time.monotonic() - began
         if now is None or not _is_as_safe(now, tier):
             return False
-        turn.tell(now)
+        copy.reach(now)
         return True
 
-    def _await_parts(self, turn: _Copy) -> None:
-        self._halves.append((turn, time.monotonic()))
+    def _watched(self, payload: Payload) -> Payload:
+        """The payload; reading one of its chunks shows that the copy moves."""
+        self._moved_at = time.monotonic()
+        return replace(payload, chunks=_WatchedChunks(payload.chunks, self._move))
+
+    def _move(self) -> None:
+        self._moved_at = time.monotonic()
+
+    def _await_parts(self, copy: _Copy) -> None:
+        self._halves.append((copy, time.monotonic()))
         self._look_every_s = _FIRST_LOOK_S
         self._look_at = time.monotonic() + _FIRST_LOOK_S
 
     def _look(self) -> None:
-        """Ask the lineage which states are now whole on their tiers."""
-        statuses = self._statuses({turn.uid for turn, _ in self._halves})
+        """Query which states are now whole on the tier."""
+        statuses = self._statuses({copy.uid for copy, _ in self._halves})
         halves, self._halves = self._halves, []
-        for turn, since in halves:
-            now, waited_s = statuses.get(turn.uid), time.monotonic() - since
-            if now is not None and _is_as_safe(now, turn.tier):
-                turn.tell(now)
+        name = self.tier.name
+        for copy, since in halves:
+            now, waited_s = statuses.get(copy.uid), time.monotonic() - since
+            if now is not None and _is_as_safe(now, self.tier):
+                copy.reach(now)
             elif now is not None and not now.is_restorable:
-                turn.give_up(
-                    f"state {turn.uid} was dropped before all of its parts were on the"
-                    f" {turn.tier.name} tier"
+                copy.give_up(
+                    f"state {copy.uid} was dropped before all of its parts were on the {name} tier"
                 )
             elif waited_s > self._patience_s:
-                said = (
-                    f"state {turn.uid} is durable, and parts of other ranks are not on the"
-                    f" {turn.tier.name} tier after {waited_s:.0f} s"
+                copy.give_up(
+                    f"state {copy.uid} is durable, and parts of other ranks are not on the {name}"
+                    f" tier after {waited_s:.0f} s: the logs of those ranks may say why"
                 )
-                turn.give_up(f"{said}: the logs of those ranks may say why")
             else:
-                self._halves.append((turn, since))
+                self._halves.append((copy, since))
                 continue
-            self._forget(turn)
+            self._forget(copy)
+        self._look_every_s = min(2 * self._look_every_s, _LAST_LOOK_S)
+        self._look_at = time.monotonic() + self._look_every_s
 
     def _statuses(self, uids: Iterable[str]) -> dict[str, Status]:
         """The status of each state that the lineage returns."""
@@ -287,37 +500,33 @@ class Copies:
                     found[uid] = Status.EVICTED
         return found
 
-    def _give_up(self, tier: Tier, late: deque[_Copy]) -> None:
-        self._work_off(late)
-        if late:
-            _logger.warning(
-                "not on the %s tier: %s that became durable, the last of them %s",
-                tier.name,
-                plural(len(late), "state"),
-                late[-1].uid,
-            )
-        for turn in late:
-            self._forget(turn)
-            turn.give_up(
-                f"state {turn.uid} is durable, and not on the {tier.name} tier, as its repository"
-                " was closed"
-            )
-
-    def _forget(self, turn: _Copy) -> None:
+    def _forget(self, copy: _Copy) -> None:
         with self._lock:
-            self._waiting[turn.uid] -= 1
-            if not self._waiting[turn.uid]:
-                del self._waiting[turn.uid]
+            self._waiting.pop(copy.uid, None)
+
+
+class _WatchedChunks(Sequence[memoryview]):
+    """The chunks of a payload; calls ``on_read`` whenever one is read."""
+
+    def __init__(self, chunks: Sequence[memoryview], on_read: Callable[[], None]) -> None:
+        self._chunks, self._on_read = chunks, on_read
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def] # the two overloads add nothing
+        self._on_read()
+        return self._chunks[index]
 
 
 def _is_as_safe(now: Status, tier: Tier) -> bool:
     return SAFETY[now] >= SAFETY[tier.gives]
 
 
-def _relative(tier: Tier, manifest: Manifest) -> Manifest | None:
-    """The manifest of a parent that the tier has, so that shared chunks are not stored again."""
+def _parent_manifest(tier: Tier, reader: Reader) -> Manifest | None:
+    """The tier's manifest of a parent, so that shared chunks are not stored again."""
     if isinstance(tier, SupportsManifests):
-        for uid in manifest.origin.parents:
+        for uid in reader.manifest.origin.parents:
             with suppress(NotFound, Corrupt, Unavailable):
                 return tier.manifest(uid)
     return None

@@ -287,7 +287,7 @@ class InFlight:
     def give_up_all(self, why: str) -> None:
         """``give_up`` for every state."""
         with self._lock:
-            uids = [uid for uid in self._progress if not self._copies.is_pending(uid)]
+            uids = [uid for uid in self._progress if self._copies.awaited_by(uid) is None]
         self.give_up(uids, why)
 
     # --- callbacks of the outbox, on any thread ---
@@ -456,7 +456,7 @@ class InFlight:
             return
         self._lines.pop(uid, None)
         progress = self._progress.pop(uid, None)
-        if progress is not None and uid not in self._near and not self._copies.is_pending(uid):
+        if progress is not None and uid not in self._near and self._copies.awaited_by(uid) is None:
             progress.give_up(why)
 
     def _forget_evicted(self, uid: str) -> None:

@@ -188,6 +188,7 @@ class Outbox:
         self._past: deque[PendingRecord] = deque(maxlen=_MOST_WAITING)
         self._parts = PendingParts()
         self._evicted = Evictions()
+        self._near: set[str] = set()
         self._away_since: float | None = None
         self._why = ""
         self.on_half: Callable[[], None] = lambda: None
@@ -300,15 +301,16 @@ class Outbox:
             self._wait(entry)
             return True
 
-    def mark(self, placed: Mapping[str, Sequence[Placed]]) -> None:
+    def mark(self, placed: Mapping[str, Sequence[Placed]], near: Collection[str] = ()) -> None:
         """Note that states are on this node's disk, with the parts that this process had. They are
-        recorded in one transaction.
+        recorded in one transaction. A policy keeps those that are ``near`` off further tiers.
 
         :raises NotFound: neither the lineage nor this process has one of the states. Any other
             error of the lineage is raised too, except that the database is away.
         """
         with self._turn:
             self._marks.update(placed)
+            self._near.update(near)
             if self._away_since is not None:
                 return
             try:
@@ -651,6 +653,7 @@ class Outbox:
                 # it has parts that are not on the disks of their ranks
                 self._parts.await_durable(uid, _added(each))
             del self._marks[uid]
+            self._near.discard(uid)
         self._forget_gone()
 
     def _mark_of(self, uid: str, placed: Placed) -> Mark:
@@ -662,6 +665,7 @@ class Outbox:
             self._folder,
             placed.manifest.origin.rank,
             placed.manifest.bytes_new,
+            is_near=uid in self._near,
         )
 
     def _mark_late(self, uid: str, placed: Sequence[Placed]) -> None:

@@ -38,7 +38,7 @@ from datastates.system.telemetry import Recorder
 from datastates.system.threads import Notifier
 
 from .commit import Commits
-from .copies import Copies
+from .copies import CLOSING_S, Copies
 from .copy import CopyJob, Stager
 from .device_copies import Snapshots
 from .handle import Line, Progress, StagedCapture
@@ -107,7 +107,12 @@ class Runner:
         self._paces = CadenceReports(context.database)
         self._processors = Processors(config.processors, memory, self._changed.notify_all)
         self.copies = Copies(
-            local, further, context.database, self._changed.notify_all, config.group_patience_s
+            local,
+            further,
+            context.database,
+            self._changed.notify_all,
+            config.group_patience_s,
+            context.folder,
         )
         locked = LockedEngine(self._engine, self._lock, self._changed, self._post)
         self.in_flight = InFlight(
@@ -269,6 +274,8 @@ class Runner:
 
     def withdrawn(self, uids: Iterable[str]) -> None:
         """Note that these states are no longer on this node's disk."""
+        for uid in (uids := [*uids]):
+            self.copies.drop(uid)
         self._post(*(Withdrawn(uid) for uid in uids))
 
     def _adopt(self, uid: str, base: Manifest | None = None) -> None:
@@ -283,13 +290,18 @@ class Runner:
             self.in_flight.adopt(uid, base)
         self._post(Adopted(uid))
 
-    def check_withdrawal(self, uid: str) -> None:
-        """Raise unless a state in memory may be dropped.
+    def check_withdrawal(self, uid: str, *, is_forced: bool = False) -> None:
+        """Raise unless a state may be dropped. ``is_forced``: also before it is copied to a further
+        tier.
 
-        :raises Conflict: it is the tip of a training, or on its way into the lineage or to disk.
+        :raises Conflict: it is the tip of a training, or on its way into the lineage, to disk or
+            to a further tier.
         """
         with self._lock:
             reason = self._engine.hold_of(uid, is_captured=self.in_flight.has_begun(uid))
+        tier = None if is_forced else self.copies.awaited_by(uid)
+        if reason is None and tier is not None:
+            reason = f"it is still to be copied to the {tier} tier"
         if reason is not None:
             raise Conflict(f"state {uid} cannot be dropped: {reason}")
 
@@ -368,8 +380,11 @@ class Runner:
             unwritten = self.rounds.in_flight + self._engine.pending_writes + self.outbox.pending
             return unwritten + self.copies.pending + self._processors.backlog
 
-    def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
-        """Wait until all captures are recorded and every wanted state is durable (or has failed).
+    def drain(
+        self, on_wait: Callable[[int], None] | None = None, *, copies_s: float | None = None
+    ) -> None:
+        """Wait until all captures are recorded and every wanted state is durable (or has failed),
+        and is on the further tiers. With ``copies_s``, no copy begins after that many seconds.
 
         Ctrl-C during the wait gives up what is not durable yet. No later call waits for it, until
         another state is captured or named.
@@ -378,8 +393,15 @@ class Runner:
             The text lists what is not durable.
         """
         failures = self._trouble.failures
+        copies_end_at: float | None = None
         try:
             while (pending := self.pending_writes) and not self._is_abandoned:
+                if copies_s is not None and pending == self.copies.pending:
+                    if copies_end_at is None:
+                        copies_end_at = time.monotonic() + copies_s
+                        self.copies.end_by(copies_end_at)
+                    if not self.copies.is_moving:
+                        return
                 overdue = self.outbox.overdue() or self._watch.hopeless(failures)
                 if overdue is not None:
                     raise overdue
@@ -390,6 +412,9 @@ class Runner:
         except KeyboardInterrupt:
             self._is_abandoned = True
             raise
+        finally:
+            if copies_end_at is not None:
+                self.copies.end_by(None)
 
     @property
     def has_given_up(self) -> bool:
@@ -413,7 +438,7 @@ class Runner:
                 self._settle_parts()
                 self._check_refs(is_forced=True)
                 self._post(Closing(None))
-                self.drain()
+                self.drain(copies_s=CLOSING_S)
                 with undisturbed():
                     self._end()
         except Unavailable:
@@ -447,7 +472,7 @@ class Runner:
         )
         self.rounds.close()
         self._processors.close(is_giving_up=self._is_abandoned)
-        self.copies.close()
+        self.copies.close(0.0)
         self._prefaulter.close()
         self._heartbeat.close()
 
@@ -455,11 +480,12 @@ class Runner:
 
     @property
     def trouble(self) -> str | None:
-        """Why states cannot be written, since when, and the costs so far. None while writing
-        works."""
+        """Why states cannot be written or copied to a further tier, since when, and the costs so
+        far. None while all work."""
         self._watch.look()
         with self._lock:
-            return self._trouble.describe(self._engine.pending_writes)
+            of_disk = self._trouble.describe(self._engine.pending_writes)
+        return of_disk or self.copies.trouble
 
     @property
     def is_held_up(self) -> bool:

@@ -390,10 +390,14 @@ class Engine:
             self._onward.clear()
         return actions
 
+    def is_near(self, uid: str) -> bool:
+        """Whether only a policy wants a state, and that policy keeps it off the further tiers."""
+        entry = self._entries.get(uid)
+        return entry is not None and entry.is_near
+
     def keeps_near(self, uid: str) -> bool:
         """Whether a state that is durable now stays off the further tiers."""
-        entry = self._entries.get(uid)
-        if entry is None or not entry.is_near:
+        if not self.is_near(uid):
             return False
         self._near[uid] = None
         return True

@@ -231,7 +231,8 @@ class Writer:
         self._recorder.span("put", began, put_at, newest.uid, newest.step)
         for parts in of_each.values():  # before any caller learns that it is durable
             self._count(parts)
-        self._in_flight.outbox.mark(of_each)
+        near = [uid for uid in uids if self._engine.is_near(uid)]
+        self._in_flight.outbox.mark(of_each, near)
         ended = time.monotonic()
         self._recorder.span("mark", put_at, ended, newest.uid, newest.step)
         self._recorder.span("write", began, ended, newest.uid, newest.step)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 from datastates import values
 from datastates.config import Config
+from datastates.engine.copies import CLOSING_S
 from datastates.engine.in_flight import LineageContext
 from datastates.engine.runner import Runner
 from datastates.errors import Closed, DatastatesError, InvalidInput, NotFound, Unavailable
@@ -43,7 +44,17 @@ from datastates.system.memory import available_memory_bytes
 
 from .backup import Backups, back_up
 from .environment import describe_run
-from .lease import FOLDER, LEASES, PACKS, PackFolder, held_in, is_alive, is_dead, register_folder
+from .lease import (
+    FOLDER,
+    LEASES,
+    PACKS,
+    TIERS,
+    PackFolder,
+    held_in,
+    is_alive,
+    is_dead,
+    register_folder,
+)
 from .location import Location, check_whole
 
 if TYPE_CHECKING:
@@ -469,7 +480,8 @@ class Core:
     def _engage(self) -> ProcessResources:
         budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
         folder = self.home.check_writable()
-        run = describe_run({FOLDER: folder, PACKS: str(self.location.packs)})
+        names = {TIERS: " ".join(tier.name for tier in self.tiers.further)}
+        run = describe_run({FOLDER: folder, PACKS: str(self.location.packs)} | names)
         lease = self.home.lease(run.uid)
         try:
             with self.database.write() as session:
@@ -643,7 +655,7 @@ class Core:
                     )
 
         with self.tiers.durable.unthrottled():
-            self.running.drain(say)
+            self.running.drain(say, copies_s=CLOSING_S)
 
     def close(self, error: BaseException | None = None) -> None:
         """End servers and trainings, make durable what must be, and release everything; idempotent.

@@ -184,6 +184,7 @@ class Keeper:
         on the thread that wrote."""
         with self._lock:
             if self._is_due():
+                self._context = replace(self._context, is_full=True)
                 self._begin()
 
     def _begin(self) -> None:
@@ -281,6 +282,7 @@ class Keeper:
                 context, held, found, policies, self._decided(found, policies), is_over=is_over
             )
         with self._lock:
+            self._context = replace(self._context, is_full=False)
             self._taken = sum(
                 {
                     name: size for files in context.durable.files().values() for name, size in files

@@ -105,6 +105,9 @@ FOLDER = "datastates.folder"
 PACKS = "datastates.packs"
 """The key there for the path that this folder had, for people to read."""
 
+TIERS = "datastates.tiers"
+"""The key there for the names of the further tiers that this process filled, joined by spaces."""
+
 _PAGE = 4096
 _IDENTITY = ".identity"
 _LINES = re.compile(r"([0-9a-f]{24})\n([0-9a-f]{24})")

@@ -53,7 +53,7 @@ from datastates.system.files import FileLock, hold
 from datastates.system.interrupts import undisturbed
 
 from .core import Core
-from .lease import PackFolder, check_idle
+from .lease import FOLDER, TIERS, PackFolder, check_idle
 
 _logger = logging.getLogger(__name__)
 
@@ -72,13 +72,15 @@ _ASK_AGAIN_S = 0.05
 @dataclass(frozen=True, slots=True)
 class PruneContext:
     """The parts of an open repository for pruning: its lineage, its folder of packs, and the engine
-    of this process, if there is one."""
+    of this process, if there is one. ``is_full``: the disk is full, so that states may go before
+    they are copied to a further tier."""
 
     database: Database
     durable: LocalTier
     home: PackFolder
     holder: str
     runner: Runner | None
+    is_full: bool = False
 
     @classmethod
     def of(cls, core: Core) -> Self:
@@ -293,6 +295,10 @@ def survey(
         elsewhere = retained.held_by_others(
             session, [each.id for each in found], volatile=VOLATILE, holder=context.holder
         )
+        ids = [each.id for each in found]
+        awaiting = retained.awaiting_copy(session, ids, tier=tier, node=node, keys=(FOLDER, TIERS))
+    if context.is_full:  # the oldest half may go, each with a line in the log
+        awaiting = dict(sorted(awaiting.items())[(len(awaiting) + 1) // 2 :])
     best = _best_before_forks(context.database, segments, policies) if keys else {}
     asked = context.runner.asked() if context.runner is not None else frozenset()
     facts = []
@@ -306,6 +312,11 @@ def survey(
                 else None
             )
             or ("another process has it in memory" if each.id in elsewhere else None)
+            or (
+                f"it waits for its copy to the {awaiting[each.id]} tier"
+                if each.id in awaiting
+                else None
+            )
             or (f"{each.world_size} ranks hold it together" if each.world_size > 1 else None)
         )
         branch = segments[each.segment][0] if each.segment in segments else ""
@@ -461,7 +472,7 @@ def _drop(
     for id_, each in zip(ids, batch, strict=True):
         with suppress(Conflict):  # a training is at the state, or the state is being written
             if context.runner is not None:
-                context.runner.check_withdrawal(each.fact.uid)
+                context.runner.check_withdrawal(each.fact.uid, is_forced=context.is_full)
             free.append(id_)
     with suppress(OSError):
         # a full disk is the very reason for this; without the note, gc finds what a kill leaves
@@ -649,6 +660,8 @@ def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
         ]
         withdraw(session, uid, places, volatile=VOLATILE, is_forced=is_forced)
         if running is not None:
-            running.check_withdrawal(uid)  # the last step that may refuse
+            running.check_withdrawal(uid, is_forced=is_forced)  # the last step that may refuse
+    if running is not None:
+        running.copies.drop(uid)
     freed = 0 if running is None else running.withdraw(uid)
     return freed + core.tiers.durable.remove(uid)

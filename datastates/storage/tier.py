@@ -245,6 +245,16 @@ class Tier(ABC):
     def close(self) -> None:
         """Release files and memory; idempotent."""
 
+    def has_part(self, uid: str, rank: int) -> bool:
+        """Whether one rank's part of a state is here. A copy counts once this returns True."""
+        if rank == 0:
+            return self.has(uid)
+        try:
+            self.open_part(uid, rank, verify=False).close()
+        except NotFound:
+            return False
+        return True
+
     def has(self, uid: str) -> bool:
         """Whether a state is here, as far as is known without reading its bytes."""
         try:

@@ -246,6 +246,20 @@ class KeyedTier(Tier):
     def keys(self, prefix: str) -> Iterable[str]:
         """Every key that begins with ``prefix``, in no order."""
 
+    def holds(self, key: str) -> bool:
+        """Whether there is an object under a key.
+
+        By default it lists the folder of the key, or else reads the object, because a store may
+        list by whole path segments only. Override it where the store has a cheaper way.
+        """
+        if key in self.keys(key[: key.rfind("/") + 1]):
+            return True
+        try:
+            self.read(key)
+        except KeyError:
+            return False
+        return True
+
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
         """Write the chunks that are not there yet, then the state."""
         payload.check()
@@ -254,7 +268,7 @@ class KeyedTier(Tier):
             if not self._has(origin.uid, origin.rank):
                 for view in payload.chunks:
                     keys.append(f"{_CHUNK}{blake3(view).hexdigest()}")
-                    if not self._holds(keys[-1]):
+                    if not self.holds(keys[-1]):
                         self.write(keys[-1], bytes(view))
                         bytes_new += view.nbytes
                 self.write(
@@ -306,13 +320,14 @@ class KeyedTier(Tier):
         """Refuse further use; a subclass closes what it opened itself."""
         self._is_closed = True
 
+    def has_part(self, uid: str, rank: int) -> bool:
+        """Whether one rank's part of a state is here."""
+        return self._has(uid, rank)
+
     def _has(self, uid: str, rank: int) -> bool:
         if self._is_closed:
             raise Closed(f"the {self.name} tier is closed: make another one")
-        return _UID.fullmatch(uid) is not None and self._holds(_key(uid, rank))
-
-    def _holds(self, key: str) -> bool:
-        return key in self.keys(key)
+        return _UID.fullmatch(uid) is not None and self.holds(_key(uid, rank))
 
 
 def _key(uid: str, rank: int) -> str:

@@ -119,6 +119,7 @@ CREATE TABLE replica (
 	node VARCHAR(255) NOT NULL, 
 	status VARCHAR(8) NOT NULL, 
 	bytes BIGINT NOT NULL, 
+	is_near BOOLEAN, 
 	CONSTRAINT pk_replica PRIMARY KEY (state_id, rank, tier, node), 
 	CONSTRAINT fk_replica_state_id_state FOREIGN KEY(state_id) REFERENCES state (id)
 )

@@ -23,6 +23,7 @@ from sqlalchemy import (
     bindparam,
     exists,
     func,
+    or_,
     select,
     union,
 )
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 _PAGE_MIN = 32
 _PAGE = 5000
+_NEWEST_PROCESSES = 20
 _NOWHERE = 2**63 - 1  # above each row id
 _WORST = (-math.inf, 0)
 
@@ -154,6 +156,42 @@ def held_by_others(
     return {row.state_id for row in rows}
 
 
+def outstanding(
+    session: Session, *, tier: str, node: str, further: str
+) -> Iterator[tuple[str, int]]:
+    """The parts that a tier of a node holds and a further tier lacks, oldest states first: the uid
+    of the state, and the rank.
+
+    A state that a policy keeps near is left out, unless a ref names it.
+    """
+    asked = {"on_tier": tier, "on_node": node, "further": further}
+    return ((row.uid, row.rank) for row in session.execute(_OUTSTANDING, asked))
+
+
+def awaiting_copy(
+    session: Session, ids: Collection[int], *, tier: str, node: str, keys: tuple[str, str]
+) -> dict[int, str]:
+    """The states among ``ids`` that a further tier still lacks (see ``outstanding``), by row id,
+    with the name of that tier.
+
+    The tiers are those of the newest processes of the folder. ``keys`` are the settings of a run
+    that name its folder and its tiers.
+    """
+    folder, tiers = keys
+    newest = session.execute(
+        select(RUN.c.config[tiers].as_string())
+        .where(RUN.c.config[folder].as_string() == node)
+        .order_by(RUN.c.id.desc())
+        .limit(_NEWEST_PROCESSES)
+    ).scalars()
+    found: dict[int, str] = {}
+    for name in {name for names in newest for name in (names or "").split()}:
+        places = {"on_tier": tier, "on_node": node, "further": name}
+        rows = rows_in_batches(session, _AWAITING_COPY, sorted(ids), **places)
+        found |= dict.fromkeys((row.id for row in rows), name)
+    return found
+
+
 def only_of(session: Session, name: str) -> frozenset[int]:
     """The states on a name's path of first parents that no other branch or tag leads to through
     any parents, by row id."""
@@ -222,6 +260,29 @@ _PAGES = (
     .where(*_here, REPLICA.c.state_id > bindparam("after", type_=BigInteger))
     .order_by(REPLICA.c.state_id)
     .limit(_PAGE)
+)
+_copied = REPLICA.alias()
+_here_and_not_there = (
+    REPLICA.c.tier == bindparam("on_tier"),
+    REPLICA.c.node == bindparam("on_node"),
+    REPLICA.c.status == "ok",
+    or_(REPLICA.c.is_near.is_not(True), exists().where(REF.c.state_id == REPLICA.c.state_id)),
+    ~exists().where(
+        _copied.c.state_id == REPLICA.c.state_id,
+        _copied.c.rank == REPLICA.c.rank,
+        _copied.c.tier == bindparam("further"),
+    ),
+)
+_OUTSTANDING = (
+    select(STATE.c.uid, REPLICA.c.rank)
+    .join_from(REPLICA, STATE, STATE.c.id == REPLICA.c.state_id)
+    .where(*_here_and_not_there)
+    .order_by(STATE.c.id, REPLICA.c.rank)
+)
+_AWAITING_COPY = (
+    select(REPLICA.c.state_id.label("id"))
+    .where(*_here_and_not_there)
+    .where(REPLICA.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
 )
 _METRICS = select(
     METRIC.c.state_id, METRIC.c.key, METRIC.c.value

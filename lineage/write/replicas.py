@@ -104,7 +104,7 @@ def mark(
 @dataclass(frozen=True, slots=True)
 class Mark:
     """The fact that a tier of a node holds this rank's part of a state, and how many bytes that
-    added."""
+    added. ``is_near``: a policy keeps the state off further tiers."""
 
     uid: str
     status: Status
@@ -112,6 +112,7 @@ class Mark:
     node: str
     rank: int
     bytes: int
+    is_near: bool = False
 
 
 def mark_all(session: Session, marks: Sequence[Mark]) -> dict[tuple[str, int], Status]:
@@ -144,7 +145,9 @@ def mark_all(session: Session, marks: Sequence[Mark]) -> dict[tuple[str, int], S
             if SAFETY[one.status] > SAFETY[now]:
                 now = one.status
                 updates.append({"state": row.id, "new_status": now.value, "added": one.bytes})
-            replicas.append(_replica_of(row.id, one.rank, one.tier, one.node, one.bytes))
+            replicas.append(
+                _replica_of(row.id, one.rank, one.tier, one.node, one.bytes, is_near=one.is_near)
+            )
         statuses[one.uid, one.rank] = now
     if updates:
         session.execute(_SET_DURABLE, updates)
@@ -186,7 +189,9 @@ def hold(session: Session, state_id: int, *, rank: int, tier: str, node: str, by
     )
 
 
-def _replica_of(state_id: int, rank: int, tier: str, node: str, bytes: int) -> dict[str, object]:
+def _replica_of(
+    state_id: int, rank: int, tier: str, node: str, bytes: int, *, is_near: bool = False
+) -> dict[str, object]:
     return {
         "state_id": state_id,
         "rank": rank,
@@ -194,6 +199,7 @@ def _replica_of(state_id: int, rank: int, tier: str, node: str, bytes: int) -> d
         "node": node,
         "status": "ok",
         "bytes": bytes,
+        "is_near": is_near,
     }
 
 
@@ -272,19 +278,17 @@ _SET_STATUS = (
 )
 _SET_DURABLE = _SET_STATUS.values(bytes_new=bindparam("added"))
 _key = [REPLICA.c.state_id, REPLICA.c.rank, REPLICA.c.tier, REPLICA.c.node]
+_SET = ("status", "bytes", "is_near")
 _upsert_sqlite = sqlite.insert(REPLICA)
 _upsert_postgresql = postgresql.insert(REPLICA)
 _UPSERT_REPLICA = {
     "sqlite": _upsert_sqlite.on_conflict_do_update(
         index_elements=_key,
-        set_={"status": _upsert_sqlite.excluded.status, "bytes": _upsert_sqlite.excluded.bytes},
+        set_={name: _upsert_sqlite.excluded[name] for name in _SET},
     ),
     "postgresql": _upsert_postgresql.on_conflict_do_update(
         index_elements=_key,
-        set_={
-            "status": _upsert_postgresql.excluded.status,
-            "bytes": _upsert_postgresql.excluded.bytes,
-        },
+        set_={name: _upsert_postgresql.excluded[name] for name in _SET},
     ),
 }
 _RANKS_ON = select(func.count(REPLICA.c.rank.distinct())).where(

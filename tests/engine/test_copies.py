@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,13 +15,16 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, Repository, Status, Tracker, Unavailable
+from datastates import Config, Conflict, Repository, Status, Tracker, Unavailable
+from datastates.engine import copies
 from datastates.errors import InvalidInput
 from datastates.lineage.query.names import replicas_of
 from datastates.maintenance.retention_pass import evict
 from datastates.policy.contract import CadenceChoice, Costs
 from datastates.state.manifest import Manifest
+from datastates.storage import KeyedTier
 from datastates.storage.tier import Payload, Placed, SupportsManifests, Tier
+from datastates.system.threads import Notifier
 from datastates.testing import WrappedTier
 from tests.storage.test_tiers import Archive
 
@@ -204,9 +208,9 @@ def test_what_could_not_be_put_further_by_the_end_stays_durable_and_is_said(
     with pytest.raises(Unavailable, match="on the archive tier"):
         handle.wait("external", PATIENCE_S)
     assert (
-        f"not on the archive tier: 1 state that became durable, the last of them {handle.uid}"
-        in caplog.messages
-    )
+        f"not on the archive tier: 1 state that became durable, the last of them {handle.uid};"
+        " they are copied when the repository is next opened for writing"
+    ) in caplog.messages
     with datastates.open(tmp_path) as repo:
         assert repo.state("main").status is Status.DURABLE
 
@@ -349,3 +353,155 @@ def test_a_state_that_was_kept_near_and_left_memory_goes_on_when_somebody_waits_
         assert near.status is Status.DURABLE
         assert near.wait("external", PATIENCE_S).status is Status.EXTERNAL
         assert archive.has(near.uid)
+
+
+def test_states_that_wait_for_their_copy_are_not_pruned(tmp_path: Path) -> None:
+    """With ``latest:1`` and a slow tier, 7 of 12 states never left the node."""
+    slow, weight = Held(Failing()), torch.zeros(8)
+    config = Config(tiers=[slow], retention="latest:1", memory_bytes=32 << 20)
+    with datastates.open(tmp_path, config=config) as repo:
+        with repo.track(weight=weight, rng=False) as run:
+            for _ in range(5):
+                weight += 1
+                run.capture().wait("durable", PATIENCE_S)
+            pruned = repo.prune()
+            assert pruned.dropped == ()
+            assert pruned.kept["it waits for its copy to the held tier"] == 4, "all but the head"
+            with datastates.open(tmp_path) as other:  # as `datastates prune` does
+                assert other.prune(datastates.Retention.parse("latest:1")).dropped == ()
+            slow.go_on.set()
+            repo.core.runner().drain()
+        assert len(repo.prune().dropped) == 4
+    assert len(list(slow.uids())) == 5
+
+
+def test_a_state_that_leaves_the_disk_before_its_copy_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = Held(Failing())
+    config = Config(tiers=[slow], memory_bytes=32 << 20)
+    with datastates.open(tmp_path, config=config) as repo:
+        with repo.track(weight=torch.zeros(8), rng=False) as run:
+            captures = [run.capture() for _ in range(3)]
+            for capture in captures:
+                capture.wait("durable", PATIENCE_S)
+            gone = captures[1]
+            with pytest.raises(Conflict, match="still to be copied to the held tier"):
+                evict(repo.core, gone.uid)
+            evict(repo.core, gone.uid, is_forced=True)
+            with pytest.raises(Unavailable, match="left the disk before it was copied to the held"):
+                gone.wait("external", PATIENCE_S)
+            slow.go_on.set()
+            captures[2].wait("external", PATIENCE_S)
+    assert f"state {gone.uid} left the disk before it was copied to the held tier" in caplog.text
+    assert gone.uid not in list(slow.uids())
+
+
+class Forgetful(KeyedTier):
+    """A store that takes everything, and shows nothing of it."""
+
+    name = "forgetful"
+
+    def read(self, key: str) -> bytes:
+        raise KeyError(key)
+
+    def write(self, key: str, data: bytes) -> None:
+        pass
+
+    def keys(self, prefix: str) -> list[str]:
+        return []
+
+
+def test_a_state_is_external_only_once_the_tier_confirms_it(tmp_path: Path) -> None:
+    with (
+        datastates.open(tmp_path, config=Config(tiers=[Forgetful()])) as repo,
+        repo.track(weight=torch.zeros(8), rng=False) as run,
+    ):
+        capture = run.capture()
+        with pytest.raises(Unavailable, match="the tier took the state and does not list it"):
+            capture.wait("external", PATIENCE_S)
+        assert capture.status is Status.DURABLE
+
+
+class Segments(KeyedTier):
+    """Lists by whole path segments, as obstore does: a key is no prefix of itself."""
+
+    name = "segments"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects = dict[str, bytes]()
+
+    def read(self, key: str) -> bytes:
+        return self.objects[key]
+
+    def write(self, key: str, data: bytes) -> None:
+        self.objects[key] = data
+
+    def keys(self, prefix: str) -> list[str]:
+        folder = prefix.rstrip("/") + "/"
+        return [key for key in list(self.objects) if key.startswith(folder)]
+
+
+def test_a_store_that_lists_by_path_segments_gives_its_states_back(tmp_path: Path) -> None:
+    tier, weight = Segments(), torch.arange(8.0)
+    with (
+        datastates.open(tmp_path, config=Config(tiers=[tier])) as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
+        run.capture().wait("external", PATIENCE_S)
+    shutil.rmtree(tmp_path / "packs")
+    again = Segments()
+    again.objects = tier.objects
+    with datastates.open(tmp_path, config=Config(tiers=[again])) as repo:
+        assert torch.equal(repo.load("main")["weight"], weight)
+
+
+def test_a_tier_that_hangs_delays_the_end_by_seconds_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(copies, "CLOSING_S", 0.5)
+    monkeypatch.setattr(copies, "STALL_S", 0.2)
+    hung = Held(Failing())
+    try:
+        with datastates.open(tmp_path, config=Config(tiers=[hung])) as repo:
+            with repo.track(weight=torch.zeros(8), rng=False) as run:
+                handles = [run.capture() for _ in range(3)]
+                for handle in handles:
+                    handle.wait("durable", PATIENCE_S)
+                assert hung.is_waiting.wait(PATIENCE_S)
+                Notifier().wait_for(lambda: repo.trouble is not None, PATIENCE_S)
+                assert re.fullmatch(
+                    r"the held tier has not responded for \d+ s; 3 states wait for it",
+                    str(repo.trouble),
+                )
+        assert "not on the held tier: 3 states that became durable" in caplog.text
+        with pytest.raises(Unavailable, match="on the held tier when its repository was closed"):
+            handles[0].wait("external", PATIENCE_S)
+    finally:
+        hung.go_on.set()
+
+
+def test_what_was_not_copied_is_copied_when_the_repository_is_next_opened_for_writing(
+    tmp_path: Path,
+) -> None:
+    with (
+        datastates.open(tmp_path) as repo,
+        repo.track(weight=torch.zeros(8), rng=False) as run,
+    ):
+        old = run.capture().wait("durable", PATIENCE_S)  # from before the tier was added
+    away, here = Failing(), Failing()
+    away.is_away = True
+    with (
+        datastates.open(tmp_path, config=Config(tiers=[away])) as repo,
+        repo.track(weight=torch.zeros(8), rng=False) as run,
+    ):
+        late = run.capture().wait("durable", PATIENCE_S)
+    here.states = away.states
+    with datastates.open(tmp_path, config=Config(tiers=[here])) as repo:
+        assert list(here.uids()) == [], "nothing is captured"
+        with repo.track(weight=torch.zeros(8), rng=False) as run:
+            new = run.capture().wait("external", PATIENCE_S)
+            repo.core.runner().drain()
+            assert set(here.uids()) >= {old.uid, late.uid, new.uid}
+            assert repo.state(old.uid).status is Status.EXTERNAL

@@ -202,7 +202,7 @@ def test_a_rank_hears_of_the_last_part(deposited: Deposited, tmp_path: Path) -> 
     for copies in each:
         copies.close()
         copies.join()
-        assert not copies.is_pending(deposited.state.uid)
+        assert copies.awaited_by(deposited.state.uid) is None
 
 
 def test_a_rank_waits_for_the_others_as_long_as_the_group_is_patient(
@@ -217,7 +217,7 @@ def test_a_rank_waits_for_the_others_as_long_as_the_group_is_patient(
     assert "parts of other ranks are not on the shelf tier after" in (waiting.given_up or "")
     copies.close()
     copies.join()
-    assert (copies.is_pending(deposited.state.uid), deposited.held) == (False, [("shelf", 0)])
+    assert (copies.awaited_by(deposited.state.uid), deposited.held) == (None, [("shelf", 0)])
 
 
 def test_a_rank_that_closes_before_the_others_have_put_their_parts_says_so(

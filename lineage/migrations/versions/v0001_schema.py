@@ -320,6 +320,7 @@ def upgrade() -> None:
         sa.Column("node", sa.String(length=255), nullable=False),
         sa.Column("status", sa.String(length=8), nullable=False),
         sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column("is_near", sa.Boolean(), nullable=True),
         sa.ForeignKeyConstraint(["state_id"], ["state.id"], name=op.f("fk_replica_state_id_state")),
         sa.PrimaryKeyConstraint("state_id", "rank", "tier", "node", name=op.f("pk_replica")),
         sqlite_with_rowid=False,
