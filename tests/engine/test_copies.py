@@ -380,19 +380,21 @@ def test_a_state_that_leaves_the_disk_before_its_copy_is_said(
 ) -> None:
     slow = Held(Failing())
     config = Config(tiers=[slow], memory_bytes=32 << 20)
-    with datastates.open(tmp_path, config=config) as repo:
-        with repo.track(weight=torch.zeros(8), rng=False) as run:
-            captures = [run.capture() for _ in range(3)]
-            for capture in captures:
-                capture.wait("durable", PATIENCE_S)
-            gone = captures[1]
-            with pytest.raises(Conflict, match="still to be copied to the held tier"):
-                evict(repo.core, gone.uid)
-            evict(repo.core, gone.uid, is_forced=True)
-            with pytest.raises(Unavailable, match="left the disk before it was copied to the held"):
-                gone.wait("external", PATIENCE_S)
-            slow.go_on.set()
-            captures[2].wait("external", PATIENCE_S)
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        repo.track(weight=torch.zeros(8), rng=False) as run,
+    ):
+        captures = [run.capture() for _ in range(3)]
+        for capture in captures:
+            capture.wait("durable", PATIENCE_S)
+        gone = captures[1]
+        with pytest.raises(Conflict, match="still to be copied to the held tier"):
+            evict(repo.core, gone.uid)
+        evict(repo.core, gone.uid, is_forced=True)
+        with pytest.raises(Unavailable, match="left the disk before it was copied to the held"):
+            gone.wait("external", PATIENCE_S)
+        slow.go_on.set()
+        captures[2].wait("external", PATIENCE_S)
     assert f"state {gone.uid} left the disk before it was copied to the held tier" in caplog.text
     assert gone.uid not in list(slow.uids())
 
@@ -464,17 +466,19 @@ def test_a_tier_that_hangs_delays_the_end_by_seconds_and_is_named(
     monkeypatch.setattr(copies, "STALL_S", 0.2)
     hung = Held(Failing())
     try:
-        with datastates.open(tmp_path, config=Config(tiers=[hung])) as repo:
-            with repo.track(weight=torch.zeros(8), rng=False) as run:
-                handles = [run.capture() for _ in range(3)]
-                for handle in handles:
-                    handle.wait("durable", PATIENCE_S)
-                assert hung.is_waiting.wait(PATIENCE_S)
-                Notifier().wait_for(lambda: repo.trouble is not None, PATIENCE_S)
-                assert re.fullmatch(
-                    r"the held tier has not responded for \d+ s; 3 states wait for it",
-                    str(repo.trouble),
-                )
+        with (
+            datastates.open(tmp_path, config=Config(tiers=[hung])) as repo,
+            repo.track(weight=torch.zeros(8), rng=False) as run,
+        ):
+            handles = [run.capture() for _ in range(3)]
+            for handle in handles:
+                handle.wait("durable", PATIENCE_S)
+            assert hung.is_waiting.wait(PATIENCE_S)
+            Notifier().wait_for(lambda: repo.trouble is not None, PATIENCE_S)
+            assert re.fullmatch(
+                r"the held tier has not responded for \d+ s; 3 states wait for it",
+                str(repo.trouble),
+            )
         assert "not on the held tier: 3 states that became durable" in caplog.text
         with pytest.raises(Unavailable, match="on the held tier when its repository was closed"):
             handles[0].wait("external", PATIENCE_S)
