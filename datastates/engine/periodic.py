@@ -145,7 +145,9 @@ class Rounds:
         self._notifier.notify_all()
 
     def _is_due(self) -> bool:
-        if not self._ready:
+        try:
+            newest = self._ready[-1]
+        except IndexError:  # the engine thread may have taken it since ``put`` added it
             return False
         if (
             self._hurried > self._ended
@@ -153,9 +155,7 @@ class Rounds:
             or time.monotonic() - self._last >= ROUND_S
         ):
             return True
-        return (
-            self._put_bytes - self._taken_bytes + 3 * self._ready[-1].held_bytes > self.room_bytes
-        )
+        return self._put_bytes - self._taken_bytes + 3 * newest.held_bytes > self.room_bytes
 
 
 # --- Heartbeat, on a separate thread, because a folder may block ---

@@ -480,8 +480,10 @@ class Core:
     def _engage(self) -> ProcessResources:
         budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
         folder = self.home.check_writable()
-        names = {TIERS: " ".join(tier.name for tier in self.tiers.further)}
-        run = describe_run({FOLDER: folder, PACKS: str(self.location.packs)} | names)
+        facts = {FOLDER: folder, PACKS: str(self.location.packs)}
+        if self.tiers.further:
+            facts[TIERS] = " ".join(tier.name for tier in self.tiers.further)
+        run = describe_run(facts)
         lease = self.home.lease(run.uid)
         try:
             with self.database.write() as session:
