@@ -1,6 +1,6 @@
 """Copies of durable states onto the further tiers of a repository.
 
-Each tier has a thread of its own, because a slow bucket must delay neither captures, nor the disk,
+Each tier has a separate thread, because a slow bucket must delay neither captures, nor the disk,
 nor another tier. A state counts as copied once the tier confirms that it holds it.
 """
 
@@ -196,6 +196,7 @@ class _TierCopies:
         self._lock = Mutex()
         self._why: str | None = None
         self._failing_since: float | None = None
+        self._under_way: str | None = None
         self._moved_at: float | None = None
         """When the copy under way moved bytes last. None if none is under way."""
         self._retry_at = self._retry_every_s = self._look_at = self._look_every_s = 0.0
@@ -228,7 +229,12 @@ class _TierCopies:
             self._new.put(copy)
 
     def drop(self, uid: str) -> None:
-        """Give up the copy of a state that leaves the disk."""
+        """Give up the copy of a state that leaves the disk.
+
+        A copy that is under way is made: its reader keeps the bytes.
+        """
+        if uid == self._under_way:
+            return
         with self._lock:
             copy = self._waiting.pop(uid, None)
         if copy is not None:
@@ -303,7 +309,7 @@ class _TierCopies:
 
     def _queue_outstanding(self, stack: ExitStack) -> None:
         """Queue the states that earlier processes left in the folder without a copy, unless another
-        process copies them: a lock says so until this process ends."""
+        process does: it holds a lock while it copies."""
         try:
             lock = hold(self._durable.root / f".copies-{self.tier.name}")
             if lock is None:
@@ -369,7 +375,7 @@ class _TierCopies:
                     self._fail(exc)
                     return
                 finally:
-                    self._moved_at = None
+                    self._under_way = self._moved_at = None
                 if self._failing_since is not None:
                     self._recover()
             self._late.remove(copy)
@@ -417,6 +423,7 @@ class _TierCopies:
             try:
                 reader = self._durable.open_part(copy.uid, rank)
             except NotFound:
+                self._under_way = None
                 self.drop(copy.uid)
                 return True
             with reader:
@@ -426,6 +433,7 @@ class _TierCopies:
                         f"it has {size} parts, and that tier holds states of one: load it, and"
                         " capture that"
                     )
+                self._under_way = copy.uid
                 base = _parent_manifest(tier, reader)
                 placed = tier.put(self._watched(payload_of(reader)), base=base)
             if not tier.has_part(copy.uid, rank):  # what a store cannot confirm does not count

@@ -482,10 +482,11 @@ def _drop(
         uids = withdraw_all(
             session, free, tier=tier, node=node, volatile=VOLATILE, holder=context.holder
         )
+    if context.runner is not None:
+        # before the files go: the lineage has decided, whatever the disk does
+        context.runner.withdrawn(uids)
     _remove(context, uids, _packs_of(name for each in batch for name, _ in each.fact.files))
     held.write("")
-    if context.runner is not None:
-        context.runner.withdrawn(uids)
     return uids
 
 

@@ -3,6 +3,7 @@ tried again."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -19,13 +20,14 @@ from datastates import Config, Conflict, Repository, Status, Tracker, Unavailabl
 from datastates.engine import copies
 from datastates.errors import InvalidInput
 from datastates.lineage.query.names import replicas_of
+from datastates.maintenance import keeper
 from datastates.maintenance.retention_pass import evict
 from datastates.policy.contract import CadenceChoice, Costs
 from datastates.state.manifest import Manifest
 from datastates.storage import KeyedTier
 from datastates.storage.tier import Payload, Placed, SupportsManifests, Tier
 from datastates.system.threads import Notifier
-from datastates.testing import WrappedTier
+from datastates.testing import FaultyDisk, WrappedTier
 from tests.storage.test_tiers import Archive
 
 PATIENCE_S = 60.0
@@ -509,3 +511,34 @@ def test_what_was_not_copied_is_copied_when_the_repository_is_next_opened_for_wr
             repo.core.runner().drain()
             assert set(here.uids()) >= {old.uid, late.uid, new.uid}
             assert repo.state(old.uid).status is Status.EXTERNAL
+
+
+def test_a_full_disk_may_drop_states_that_wait_and_says_which(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LEAST_S", 0.1)
+    slow, weight = Held(Failing()), torch.zeros(8)
+    config = Config(tiers=[slow], retention="latest:1", memory_bytes=32 << 20)
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        FaultyDisk(tmp_path / "packs") as disk,
+        repo.track(weight=weight, rng=False) as run,
+    ):
+        uids = []
+        for _ in range(6):
+            weight += 1
+            uids.append(run.capture().wait("durable", PATIENCE_S).uid)
+        disk.fail(errno.ENOSPC)
+        weight += 1
+        last = run.capture()
+        last.wait("captured", PATIENCE_S)
+        repo.tag("wanted", last.uid)
+        assert Notifier().wait_for(lambda: "left the disk before" in caplog.text, PATIENCE_S)
+        disk.mend()
+        last.wait("durable", PATIENCE_S)
+        slow.go_on.set()
+        repo.core.runner().drain()
+        assert slow.is_waiting.is_set()
+        gone = {uid for uid in uids if f"state {uid} left the disk before it was" in caplog.text}
+        assert gone == {*uids[1:3]}, "the first is under way"
+        assert {*slow.uids()} == {*uids, last.uid} - gone
