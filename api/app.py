@@ -103,10 +103,10 @@ def create_app(
 ) -> FastAPI:
     """The application that serves repositories by name. It does not close them.
 
-    :param repositories: what is served, by name.
-    :param tokens: each token and its scope; without any, everybody may read and nobody may write.
-    :param allowed_hosts: further host names that the server accepts, besides those of the
-    loopback.
+    :param repositories: the served repositories, by name.
+    :param tokens: each token and its scope. Without tokens, every client may read, and none may
+        write.
+    :param allowed_hosts: host names that the server accepts in addition to those of the loopback.
     :param prefix: the path under which a proxy serves it.
     :param cors: origins whose pages may send requests.
     :raises InvalidInput: every page of the web might send requests (``*``) and no token is needed;

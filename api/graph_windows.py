@@ -44,8 +44,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How to fold: each stretch is one row, except those with a state in ``opened``; each state
-    in ``alone`` has a separate row. Both are uids."""
+    """How to fold the graph. ``opened`` and ``alone`` are uids.
+
+    Each stretch is one row, except those with a state in ``opened``. Each state in ``alone`` has a
+    separate row.
+    """
 
     opened: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()

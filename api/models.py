@@ -141,7 +141,7 @@ class RunInfo(Run):
     """A process that tracked, whether it still runs, and the names of the branches whose newest
     states it captured.
 
-    ``ending`` says how it ended; null while it runs, as far as is known.
+    ``ending`` is how it ended. It is null while the process runs, as far as is known.
     """
 
     life: Life
@@ -150,7 +150,7 @@ class RunInfo(Run):
 
 
 def run_infos(session: Session, found: Sequence[Run], home: PackFolder) -> list[RunInfo]:
-    """These runs, in their order; ``home`` is the folder in which leases are looked for."""
+    """Describe these runs, in their order. ``home`` is the folder with their leases."""
     heads = runs.branches_of(session, [run.uid for run in found])
     died = runs.died(session, {run.process for run in found if run.process is not None})
     made = []
@@ -275,8 +275,8 @@ class Forecast:
     """The states that would lose their bytes here if retention were applied now, in order.
     ``total`` is their number.
 
-    ``policy`` applies to branches whose trainings have no policy; ``kept`` says how many states
-    stay for each reason. The bytes are the sizes of the files that states need, before and after.
+    ``policy`` applies to branches whose trainings have no policy. ``kept`` is the number of states
+    that stay, by reason. The bytes are the sizes of the files that states need, before and after.
     """
 
     policy: str

@@ -236,7 +236,7 @@ def serve_repository(
     """``Repository.serve`` for an ``http://`` address. The one token allows reading, and also
     writing if ``is_writable``.
 
-    :raises Unsupported: ``tls`` was given; over HTTP a proxy does that.
+    :raises Unsupported: ``tls`` was given. Over HTTP, a proxy provides TLS.
     :raises InvalidInput: it should be writable, and there is no token.
     """
     if tls is not None:

@@ -254,7 +254,7 @@ def diff(
     --json` does.
 
     If the bytes of one of them are not available, `lacking` has the reason and the state that can
-    be restored instead. All else is compared.
+    be restored instead. Everything that can be read is compared.
     """
     with served.reading() as session:
         one, other = revision.resolve(session, old), revision.resolve(session, new)

@@ -156,7 +156,7 @@ def forecast(
     ] = 50,
 ) -> Response:
     """The states that retention would drop now, by the trainings' policies and this server's
-    configuration. Nothing is dropped."""
+    configuration. This request drops nothing."""
     return reply(served.forecasts.of(limit), request=request, etag=True)
 
 
