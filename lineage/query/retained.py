@@ -162,7 +162,7 @@ def outstanding(
     """The parts that a tier of a node holds and a further tier lacks, oldest states first: the uid
     of the state, and the rank.
 
-    A state that a policy keeps near is left out, unless a ref names it.
+    A state that a policy keeps near is left out, unless a tag names it.
     """
     asked = {"on_tier": tier, "on_node": node, "further": further}
     return ((row.uid, row.rank) for row in session.execute(_OUTSTANDING, asked))
@@ -266,7 +266,10 @@ _here_and_not_there = (
     REPLICA.c.tier == bindparam("on_tier"),
     REPLICA.c.node == bindparam("on_node"),
     REPLICA.c.status == "ok",
-    or_(REPLICA.c.is_near.is_not(True), exists().where(REF.c.state_id == REPLICA.c.state_id)),
+    or_(
+        REPLICA.c.is_near.is_not(True),
+        exists().where(REF.c.state_id == REPLICA.c.state_id, REF.c.kind == "tag"),
+    ),
     ~exists().where(
         _copied.c.state_id == REPLICA.c.state_id,
         _copied.c.rank == REPLICA.c.rank,

@@ -46,7 +46,9 @@ def give_up(run: Tracker, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> No
     """Close it, with Ctrl-C while that waits for a write."""
     drain = Runner.drain
 
-    def interrupted(self: Runner, on_wait: Callable[[int], None] | None = None) -> None:
+    def interrupted(
+        self: Runner, on_wait: Callable[[int], None] | None = None, copies_s: float | None = None
+    ) -> None:
         def interrupt(pending: int) -> None:
             raise KeyboardInterrupt
 
