@@ -53,6 +53,7 @@ def mark(
     node: str,
     rank: int = 0,
     bytes: int | None = None,
+    is_near: bool = False,
 ) -> Status:
     """Note that a tier now holds the state; returns the status that the state has then.
 
@@ -60,7 +61,7 @@ def mark(
     of them; an evicted or lost state whose bytes are here again rises too. If the state still waits
     for parts, only the part of ``rank`` gets safer. ``bytes`` are those that the state added to
     that tier. With ``durable`` they become its ``bytes_new``, except for a state of several parts,
-    where they are the bytes of ``rank`` alone.
+    where they are the bytes of ``rank`` alone. ``is_near``: see ``Mark``.
 
     :raises NotFound: there is no such state.
     :raises InvalidInput: ``status`` is one without bytes.
@@ -81,8 +82,9 @@ def mark(
     if row is None:
         raise unknown(uid)
     now = Status(row.status)
+    replica = _replica_of(row.id, rank, tier, node, bytes or 0, is_near=is_near)
     if row.world_size > 1:
-        hold(session, row.id, rank=rank, tier=tier, node=node, bytes=bytes or 0)
+        session.execute(_UPSERT_REPLICA[session.dialect.name], replica)
         if (
             session.execute(_RANKS_ON, {"state": row.id, "on_tier": tier}).scalar()
             != row.world_size
@@ -97,7 +99,7 @@ def mark(
         )
         now = status
     if row.world_size == 1:
-        hold(session, row.id, rank=rank, tier=tier, node=node, bytes=bytes or 0)
+        session.execute(_UPSERT_REPLICA[session.dialect.name], replica)
     return now
 
 
@@ -139,6 +141,7 @@ def mark_all(session: Session, marks: Sequence[Mark]) -> dict[tuple[str, int], S
                 node=one.node,
                 rank=one.rank,
                 bytes=one.bytes,
+                is_near=one.is_near,
             )
         else:
             now = Status(row.status)
