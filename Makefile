@@ -54,5 +54,5 @@ format:
 	@.venv/bin/python -m ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-gpu build dist site api/static api/ui/node_modules api/ui/src/generated *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-gpu .swift build dist site api/static api/ui/node_modules api/ui/src/generated *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
