@@ -30,6 +30,7 @@ from datastates.lineage.schema import metadata
 from datastates.maintenance import environment
 from datastates.values import Value
 from tests.support import effort
+from tests.support.stores import _redis, _s3, redis, s3  # noqa: F401  # fixtures
 
 try:
     import psycopg
