@@ -112,9 +112,11 @@ class Config:
     - ``data``: what carries the bytes of clones.
     - ``processors``: your own steps, called with every state that is captured or merged
       (``datastates.Processor``).
-    - ``tiers``: your own tiers, nearest first (``datastates.storage.Tier``). Each state that
-      becomes durable is put there too, and is read from there when no nearer tier has it. They are
-      closed with the repository.
+    - ``tiers``: further tiers, nearest first: objects (``datastates.storage.Tier``), or URLs such
+      as ``s3://bucket/run``. Each state that becomes durable is put there too, and is read from
+      there when no nearer tier has it. They are closed with the repository. None: the URLs that
+      this repository was opened with before; ``[]``: none.
+    - ``copy_bytes_per_s``: the fastest rate at which states are copied to each further tier.
     - ``group_patience_s``: how long a state of several ranks waits for a part that a rank does not
       report before it is given up.
     - ``on_step``: called with a name after each durable step (see ``storage.local``), on the
@@ -133,12 +135,13 @@ class Config:
     data: Data = Data.AUTO
     on_step: Callable[[str], None] | None = None
     processors: Sequence[Processor] = ()
-    tiers: Sequence[FurtherTier] = ()
+    tiers: Sequence[FurtherTier | str] | None = None
     cadence: Policy | str = "auto"
     retention: Retention | str = DEFAULT
     on_failure: OnFailure = OnFailure.CONTINUE
     trace: str | os.PathLike[str] | None = None
     write_bytes_per_s: int | None = None
+    copy_bytes_per_s: int | None = None
     group_patience_s: float = 60.0
     memory_latest: int | None = None
     device_bytes: int = 0
@@ -149,6 +152,7 @@ class Config:
             "memory_latest": values.optional(values.positive),
             "device_bytes": values.size,
             "write_bytes_per_s": values.optional(partial(values.size, least=1 << 16)),
+            "copy_bytes_per_s": values.optional(partial(values.size, least=1 << 16)),
             "group_patience_s": values.seconds,
             "verify": values.flag,
             "direct_io": values.optional(values.flag),
@@ -175,7 +179,7 @@ class Config:
             "trace": None if trace is None else os.path.abspath(values.path(trace, "trace")),
             "retention": retention_of(self.retention),
             "processors": _checked(self.processors),
-            "tiers": _listed(self.tiers),
+            "tiers": None if self.tiers is None else _listed(self.tiers),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -227,7 +231,7 @@ class Config:
         """The defaults, changed by ``DATASTATES_MEMORY``, ``_MEMORY_LATEST``, ``_DEVICE_MEMORY``,
         ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``,
         ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``, ``_WRITE_BYTES_PER_S``,
-        ``_GROUP_PATIENCE``.
+        ``_COPY_BYTES_PER_S``, ``_GROUP_PATIENCE``, and ``_TIERS`` (URLs with spaces between them).
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -252,12 +256,12 @@ _TWICE = (
 )
 
 
-def _listed(tiers: object) -> tuple[FurtherTier, ...]:
+def _listed(tiers: object) -> tuple[FurtherTier | str, ...]:
     """The tiers, checked as far as is possible here; the repository checks each one."""
     if not isinstance(tiers, Sequence) or isinstance(tiers, str):
         raise InvalidInput(
             f"tiers is {values.shown(tiers)}: give a list of tiers, nearest first, as"
-            " tiers=[MyTier()]"
+            ' tiers=[MyTier()] or tiers=["s3://bucket/run"]'
         )
     return tuple(tiers)
 
@@ -315,6 +319,10 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_WRITE_BYTES_PER_S": lambda config, text: replace(
         config, write_bytes_per_s=parse_bytes(text)
     ),
+    "DATASTATES_COPY_BYTES_PER_S": lambda config, text: replace(
+        config, copy_bytes_per_s=parse_bytes(text)
+    ),
+    "DATASTATES_TIERS": lambda config, text: replace(config, tiers=text.split()),
     "DATASTATES_DEVICE_MEMORY": lambda config, text: replace(
         config, device_bytes=parse_bytes(text)
     ),

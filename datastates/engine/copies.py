@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from datastates.errors import (
+    Conflict,
     Corrupt,
     DatastatesError,
     InvalidInput,
@@ -28,10 +31,13 @@ from datastates.lineage.database import Database
 from datastates.lineage.query.retained import outstanding
 from datastates.lineage.states import Status
 from datastates.lineage.views.text import plural
+from datastates.lineage.write.clones import repository_uid
 from datastates.lineage.write.replicas import SAFETY, mark
 from datastates.state.manifest import Manifest
+from datastates.storage.dedup import places_of
+from datastates.storage.durable_files import Pace
 from datastates.storage.local import LocalTier
-from datastates.storage.tier import Payload, Reader, SupportsManifests, Tier
+from datastates.storage.tier import Payload, SupportsManifests, Tier
 from datastates.storage.tiers import payload_of
 from datastates.system.files import hold
 from datastates.system.interrupts import Mutex
@@ -82,7 +88,7 @@ class Copies:
 
     Without such tiers it has no thread and costs nothing. ``on_done`` is called after each attempt.
     The parts of other ranks are awaited for ``patience_s``. States that an earlier process left in
-    the ``folder`` without a copy are copied first.
+    the ``folder`` without a copy are copied first. Each tier gets at most ``bytes_per_s``.
     """
 
     def __init__(
@@ -93,10 +99,12 @@ class Copies:
         on_done: Callable[[], None],
         patience_s: float,
         folder: str = "",
+        bytes_per_s: int | None = None,
     ) -> None:
         self._statuses = [tier.gives for tier in (durable, *further)]
         self._each = [
-            _TierCopies(tier, durable, database, on_done, patience_s, folder) for tier in further
+            _TierCopies(tier, durable, database, on_done, patience_s, folder, bytes_per_s)
+            for tier in further
         ]
 
     @property
@@ -181,9 +189,14 @@ class _TierCopies:
         on_done: Callable[[], None],
         patience_s: float,
         folder: str,
+        bytes_per_s: int | None,
     ) -> None:
         self.tier, self._durable, self._database = tier, durable, database
         self._folder = folder
+        self._pace = None if bytes_per_s is None else Pace(bytes_per_s)
+        self._last: dict[int, tuple[Manifest, Manifest]] = {}
+        """By rank, the last state that was put: its manifest here, and its manifest there."""
+        self.copied = self.failed = self.bytes_new = 0
         self._on_done, self._patience_s = on_done, patience_s
         self.took_s: float | None = None
         self.deadline: float | None = None
@@ -200,7 +213,7 @@ class _TierCopies:
         self._moved_at: float | None = None
         """When the copy under way moved bytes last. None if none is under way."""
         self._retry_at = self._retry_every_s = self._look_at = self._look_every_s = 0.0
-        self._is_closing = self._is_closed = False
+        self._is_closing = self._is_closed = self._is_checked = False
         self._thread = threading.Thread(
             target=self._run, name=f"datastates-copies-{tier.name}", daemon=True
         )
@@ -366,7 +379,7 @@ class _TierCopies:
             if self.is_waiting(copy.uid):
                 try:
                     is_over = self._copy(copy)
-                except (Corrupt, Unsupported) as exc:
+                except (Conflict, Corrupt, Unsupported) as exc:
                     said = f"state {copy.uid} is not put onto the {self.tier.name} tier: {exc}"
                     _logger.warning("%s", said)
                     copy.give_up(said)
@@ -386,6 +399,7 @@ class _TierCopies:
 
     def _fail(self, error: BaseException) -> None:
         """Note that the tier failed: the newest state's handle gets the reason."""
+        self.failed += 1
         newest = self._late[-1]  # the handles of those before it have their reasons
         why = reason_of(error)
         said = (
@@ -419,6 +433,12 @@ class _TierCopies:
         """Put what this process has of a state; returns whether the whole state is on the tier
         now, or never will be."""
         tier, began, now = self.tier, time.monotonic(), None
+        self._moved_at = began
+        if not self._is_checked:
+            with self._database.read() as session:
+                repository = repository_uid(session)
+            tier.check(repository)
+            self._is_checked = True
         for rank in copy.ranks:
             try:
                 reader = self._durable.open_part(copy.uid, rank)
@@ -434,8 +454,11 @@ class _TierCopies:
                         " capture that"
                     )
                 self._under_way = copy.uid
-                base = _parent_manifest(tier, reader)
+                self._moved_at = time.monotonic()
+                base = self._base(reader.manifest)
                 placed = tier.put(self._watched(payload_of(reader)), base=base)
+                self._last[rank] = reader.manifest, placed.manifest
+                self.bytes_new += placed.bytes_new
             if not tier.has_part(copy.uid, rank):  # what a store cannot confirm does not count
                 raise Unavailable(
                     f"the tier took the state and does not list it: check that {tier.name}'s keys"
@@ -453,6 +476,7 @@ class _TierCopies:
                     rank=rank,
                     bytes=placed.bytes_new,
                 )
+        self.copied += 1
         self.took_s = time.monotonic() - began
         if now is None or not _is_as_safe(now, tier):
             return False
@@ -461,11 +485,37 @@ class _TierCopies:
 
     def _watched(self, payload: Payload) -> Payload:
         """The payload; reading one of its chunks shows that the copy moves."""
-        self._moved_at = time.monotonic()
         return replace(payload, chunks=_WatchedChunks(payload.chunks, self._move))
 
-    def _move(self) -> None:
+    def _move(self, size: int) -> None:
         self._moved_at = time.monotonic()
+        if self._pace is not None:
+            self._pace.wait(self._durable.root, size)
+
+    def _base(self, manifest: Manifest) -> Manifest | None:
+        """The tier's manifest of an earlier state, with the chunks that this state shares.
+
+        Digests of chunks can be forged. Two states share a chunk where both refer to one place in a
+        pack here, because its bytes were compared when it was written.
+        """
+        rank, parents = manifest.origin.rank, manifest.origin.parents
+        here, there = self._last.get(rank, (None, None))
+        if there is None and rank == 0 and isinstance(self.tier, SupportsManifests):
+            for uid in parents:
+                with suppress(NotFound, Corrupt):
+                    here, there = self._durable.manifest(uid), self.tier.manifest(uid)
+                    break
+        if here is None or there is None or not there.refs:
+            return there
+        theirs, mine = places_of(here), places_of(manifest)
+        shared = [
+            (chunk, ref)
+            for chunk, ref in zip(there.content.chunks, there.refs, strict=True)
+            if (key := (chunk.digest, chunk.length)) in mine and mine[key] == theirs.get(key)
+        ]
+        content = msgspec.structs.replace(there.content, chunks=tuple(chunk for chunk, _ in shared))
+        refs = tuple(ref for _, ref in shared)
+        return msgspec.structs.replace(there, content=content, refs=refs)
 
     def _await_parts(self, copy: _Copy) -> None:
         self._halves.append((copy, time.monotonic()))
@@ -514,27 +564,19 @@ class _TierCopies:
 
 
 class _WatchedChunks(Sequence[memoryview]):
-    """The chunks of a payload; calls ``on_read`` whenever one is read."""
+    """The chunks of a payload; calls ``on_read`` with the size of each one that is read."""
 
-    def __init__(self, chunks: Sequence[memoryview], on_read: Callable[[], None]) -> None:
+    def __init__(self, chunks: Sequence[memoryview], on_read: Callable[[int], None]) -> None:
         self._chunks, self._on_read = chunks, on_read
 
     def __len__(self) -> int:
         return len(self._chunks)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def] # the two overloads add nothing
-        self._on_read()
-        return self._chunks[index]
+        chunk = self._chunks[index]
+        self._on_read(chunk.nbytes)
+        return chunk
 
 
 def _is_as_safe(now: Status, tier: Tier) -> bool:
     return SAFETY[now] >= SAFETY[tier.gives]
-
-
-def _parent_manifest(tier: Tier, reader: Reader) -> Manifest | None:
-    """The tier's manifest of a parent, so that shared chunks are not stored again."""
-    if isinstance(tier, SupportsManifests):
-        for uid in reader.manifest.origin.parents:
-            with suppress(NotFound, Corrupt, Unavailable):
-                return tier.manifest(uid)
-    return None

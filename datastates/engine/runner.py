@@ -113,6 +113,7 @@ class Runner:
             self._changed.notify_all,
             config.group_patience_s,
             context.folder,
+            config.copy_bytes_per_s,
         )
         locked = LockedEngine(self._engine, self._lock, self._changed, self._post)
         self.in_flight = InFlight(

@@ -29,13 +29,14 @@ from datastates.lineage.query import revision, walk
 from datastates.lineage.query.names import holder, replicas_of
 from datastates.lineage.states import Run, State, Status
 from datastates.lineage.write import attachments, replicas, runs
+from datastates.lineage.write.clones import repository_uid
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena
 from datastates.storage.durable_files import Pace
 from datastates.storage.local import LocalTier
 from datastates.storage.memory import MemoryTier
-from datastates.storage.tier import Reader
-from datastates.storage.tiers import DURABLE, VOLATILE, Tiers
+from datastates.storage.tier import Reader, Tier
+from datastates.storage.tiers import DURABLE, VOLATILE, Tiers, check_further
 from datastates.system.at_exit import close_at_exit, closed
 from datastates.system.files import FileLock
 from datastates.system.interrupts import Mutex, undisturbed
@@ -402,6 +403,68 @@ def recover(database: Database, local: LocalTier, home: PackFolder) -> list[runs
     return recovered
 
 
+def stored_tiers(database: Database) -> list[Tier]:
+    """The tiers at the URLs with which the repository was opened before. A tier that cannot be used
+    here is left out, with a line in the log."""
+    found = list[Tier]()
+    with database.read() as session:
+        urls = attachments.urls(session)
+    for url in urls:
+        try:
+            found += check_further([url])
+        except InvalidInput as exc:
+            _logger.warning("a tier of this repository is not used here: %s", exc)
+    return found
+
+
+def check_tiers(database: Database, tiers: Tiers, *, raises: bool = True) -> None:
+    """Check the further tiers, and record the URLs of those that have one.
+
+    A tier that does not respond is checked again before the first copy. ``raises``: others that
+    cannot be used raise; else they only get a line in the log.
+
+    :raises InvalidInput: a tier is not configured correctly.
+    :raises Conflict: a tier belongs to another repository.
+    """
+    if not tiers.further:
+        return
+    with database.read() as session:
+        repository, known = repository_uid(session), set(attachments.urls(session))
+    for tier in tiers.further:
+        try:
+            _check_in_time(tier, repository)
+        except DatastatesError as exc:
+            if raises and not isinstance(exc, Unavailable):
+                raise
+            _logger.warning("%s; copies to it are tried again", exc)
+            continue
+        url = getattr(tier, "url", "")
+        if url and url not in known:
+            with database.write() as session:
+                attachments.note(session, tier.node, path=url, host=url.partition("?")[0])
+
+
+def _check_in_time(tier: Tier, repository: str) -> None:
+    """Check a tier. One that does not return does not hold up the caller for long."""
+    errors: list[BaseException | None] = []
+
+    def check() -> None:
+        try:
+            tier.check(repository)
+            errors.append(None)
+        except BaseException as exc:  # raised by the caller
+            errors.append(exc)
+
+    thread = threading.Thread(target=check, name="datastates-check", daemon=True)
+    thread.start()
+    thread.join(_CHECK_S)
+    if not errors:
+        raise Unavailable(f"the {tier.name} tier has not responded for {_CHECK_S:.0f} s")
+    if errors[0] is not None:
+        raise errors[0]
+
+
+_CHECK_S = 10.0
 _PATIENCE_S = 2.0
 
 
@@ -450,10 +513,13 @@ class Core:
                 pace=None if rate is None else Pace(rate),
                 on_step=config.on_step,
             )
-            self.tiers = Tiers(packs, config.tiers)
             self.home = register_folder(location, self.database)
-            self.tiers.durable.node = self.home.uid or ""
-            self.recovered = recover(self.database, self.tiers.durable, self.home)
+            packs.node = self.home.uid or ""
+            given = stored_tiers(self.database) if config.tiers is None else config.tiers
+            self.tiers = Tiers(packs, given)
+            if config.tiers is not None and self.home.read_only is None:
+                check_tiers(self.database, self.tiers)
+            self.recovered = recover(self.database, packs, self.home)
         except BaseException:
             self.database.close()
             raise
@@ -480,6 +546,8 @@ class Core:
     def _engage(self) -> ProcessResources:
         budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
         folder = self.home.check_writable()
+        if self.config.tiers is None:
+            check_tiers(self.database, self.tiers, raises=False)
         facts = {FOLDER: folder, PACKS: str(self.location.packs)}
         if self.tiers.further:
             facts[TIERS] = " ".join(tier.name for tier in self.tiers.further)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from datastates.state.digest import decode, encode
     from datastates.state.manifest import Manifest
+    from datastates.storage.keyed import KeyedTier
     from datastates.storage.reading import HeldReader
+    from datastates.storage.remote import FolderTier, ObjectTier, RedisTier
     from datastates.storage.tier import (
         Payload,
         Placed,
@@ -21,15 +23,17 @@ if TYPE_CHECKING:
         SupportsRemoval,
         Tier,
     )
-    from datastates.storage.tiers import KeyedTier
 
 __all__ = [
+    "FolderTier",
     "HeldReader",
     "KeyedTier",
     "Manifest",
+    "ObjectTier",
     "Payload",
     "Placed",
     "Reader",
+    "RedisTier",
     "SupportsDirectWrite",
     "SupportsManifests",
     "SupportsRemoval",
@@ -40,7 +44,8 @@ __all__ = [
 
 _MODULES = {
     "HeldReader": "datastates.storage.reading",
-    "KeyedTier": "datastates.storage.tiers",
+    "KeyedTier": "datastates.storage.keyed",
+    **dict.fromkeys(("FolderTier", "ObjectTier", "RedisTier"), "datastates.storage.remote"),
     "Manifest": "datastates.state.manifest",
     "decode": "datastates.state.digest",
     "encode": "datastates.state.digest",

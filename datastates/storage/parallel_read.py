@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -70,14 +70,6 @@ def plan_transfers(
     return found
 
 
-@runtime_checkable
-class SupportsAhead(Protocol):
-    """A reader that fetches its chunks from elsewhere."""
-
-    def ahead(self, chunks: Sequence[int]) -> None:
-        """Begin to fetch these chunks, which will be read in this order; never waits."""
-
-
 class SharedReader(PartsReader):
     """A reader of all parts of a state, of which this rank reaches some. It holds in memory the
     chunks that other ranks pass on to it."""
@@ -94,12 +86,6 @@ class SharedReader(PartsReader):
         self._meeting, self._places = meeting, places
         self._first = first_chunks([part.manifest for part in parts])
         self._passed: Stage | None = None
-
-    def ahead(self, chunks: Sequence[int]) -> None:
-        """Begin to fetch the chunks that this rank is going to read, from parts that support it."""
-        for part, first, end in zip(self._parts, self._first, self._first[1:], strict=False):
-            if isinstance(part, SupportsAhead):
-                part.ahead([chunk - first for chunk in chunks if first <= chunk < end])
 
     def fetch(self, chunks: Sequence[int]) -> None:
         """Make these chunks available here; collective, and each rank gives its own.

@@ -97,8 +97,11 @@ def _read_tree(
     owners: dict[
         int, torch.Tensor
     ] = {}  # those that are not wanted, and that wanted ones are tied to
+    stretches = _stretches(specs, wants, given)
     if is_borrowing:
-        reader.prepare(_stretches(specs, wants, given))
+        reader.prepare(stretches)
+    else:
+        reader.ahead([index for stretch in stretches for index in reader.chunks_of(*stretch)])
     for index, spec in enumerate(specs):
         checkpoint()
         if index in given:
@@ -281,6 +284,7 @@ def read_regions(
                 copies.setdefault(index, []).append(
                     _Copy(piece, cuts, _ordered(region, flat, piece.item))
                 )
+    reader.ahead(sorted(copies))
     for index in sorted(copies):
         checkpoint()
         data = np.frombuffer(reader.chunk(index), np.uint8)
@@ -557,6 +561,11 @@ class PartsReader(Reader):
                 if (touched := self.chunks_of(*each)) and self._holds(part, touched)
             ]
             part.prepare([(start - first * CHUNK_BYTES, length) for start, length in mine])
+
+    def ahead(self, chunks: Sequence[int]) -> None:
+        """Begin to fetch these chunks of the parts that are elsewhere."""
+        for part, begin, end in zip(self._parts, self._starts, self._starts[1:], strict=False):
+            part.ahead([chunk - begin for chunk in chunks if begin <= chunk < end])
 
     def loan(self, start: int, length: int) -> memoryview | None:
         """The part's own loan, if one part holds the whole stretch."""

@@ -111,6 +111,10 @@ class Reader(ABC):
         :raises Corrupt: as for ``chunk``.
         """
 
+    def ahead(self, chunks: Sequence[int]) -> None:  # noqa: B027
+        """Begin to fetch these chunks, which will be read in this order, if they are elsewhere;
+        never waits."""
+
     def loan(self, start: int, length: int) -> memoryview | None:
         """A ``span`` that may only be read, and only while the reader is open.
 
@@ -244,6 +248,15 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release files and memory; idempotent."""
+
+    def check(self, repository: str) -> None:  # noqa: B027  # a tier may have nothing to check
+        """Check that the tier can be used for the repository with this uid. It is called when the
+        repository is opened for writing, and before the first copy.
+
+        :raises InvalidInput: the tier is not configured correctly.
+        :raises Conflict: it belongs to another repository.
+        :raises Unavailable: it does not respond now.
+        """
 
     def has_part(self, uid: str, rank: int) -> bool:
         """Whether one rank's part of a state is here. A copy counts once this returns True."""

@@ -11,25 +11,22 @@ The lineage records ``tier.name`` and ``tier.node`` of each state, and is querie
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from threading import Lock
 
 import msgspec
-from blake3 import blake3
 
 from datastates import values
-from datastates.errors import Closed, Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
 from datastates.lineage.states import State, Status
-from datastates.state.digest import decode, encode
 from datastates.state.manifest import Manifest
 
 from .local import LocalTier
 from .memory import MemoryTier
 from .parallel_read import SealedChunks
-from .reading import HeldReader, of_state, open_parts
-from .tier import Payload, Placed, Reader, Tier
+from .reading import of_state, open_parts
+from .remote import tier_of_url
+from .tier import Payload, Reader, Tier
 
 CAPTURED = MemoryTier.name
 """The name in the lineage of the tier that takes captures and arrivals."""
@@ -145,11 +142,13 @@ def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
     :raises InvalidInput: an item is no tier, or its name or status makes no sense there.
     """
     names = {MemoryTier.name, LocalTier.name}
-    for tier in tiers:
+    found = list[Tier]()
+    for given in tiers:
+        tier = tier_of_url(given) if isinstance(given, str) else given
         if not isinstance(tier, Tier):
             raise InvalidInput(
                 f"tiers holds {values.shown(tier)}: give objects of a class that inherits"
-                " datastates.storage.Tier"
+                " datastates.storage.Tier, or URLs such as 's3://bucket/run'"
             )
         name = getattr(tier, "name", None)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -160,7 +159,7 @@ def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
         if name in names:
             raise InvalidInput(
                 f"two tiers are called {name!r}: states are found by the names of tiers, so give"
-                " each one of its own"
+                " each one of its own, as in s3://bucket/run?name=far"
             )
         if tier.gives not in _GIVEN:
             raise InvalidInput(
@@ -168,7 +167,8 @@ def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
                 f" {', '.join(map(repr, map(str, _GIVEN)))}"
             )
         names.add(name)
-    return tuple(tier for tier in tiers if isinstance(tier, Tier))
+        found.append(tier)
+    return tuple(found)
 
 
 def _open(tiers: Iterable[Tier], state: State, *, verify: bool, rank: int = 0) -> Reader:
@@ -204,134 +204,3 @@ def _open_first(tiers: Iterable[Tier], uid: str, opened: Callable[[Tier], Reader
     if away is not None:
         raise away
     raise NotFound(f"state {uid} is in none of the tiers")
-
-
-# A tier in any store that keeps bytes under keys: an object store, a database table, a folder on
-# a share.
-
-
-_STATE = "state/"
-_PART = "part/"
-_CHUNK = "chunk/"
-_UID = re.compile(r"[0-9A-Za-z_-]{1,64}")
-
-
-class KeyedTier(Tier):
-    """A tier that keeps each state as objects under keys; a subclass defines how objects are read,
-    written and listed.
-
-    A chunk's key is its BLAKE3 digest, so that states share equal chunks. The object that makes a
-    state visible is written last. A state is fetched whole when it is opened, and nothing is ever
-    removed. Each rank of a job puts its part under its own key, which looks like any other key to
-    the subclass.
-    """
-
-    holds_parts = True
-
-    def __init__(self) -> None:
-        self._lock, self._is_closed = Lock(), False
-
-    @abstractmethod
-    def read(self, key: str) -> bytes:
-        """The object under a key.
-
-        :raises KeyError: there is no such object.
-        """
-
-    @abstractmethod
-    def write(self, key: str, data: bytes) -> None:
-        """Store an object under a key; it is whole and safe once this returns."""
-
-    @abstractmethod
-    def keys(self, prefix: str) -> Iterable[str]:
-        """Every key that begins with ``prefix``, in no order."""
-
-    def holds(self, key: str) -> bool:
-        """Whether there is an object under a key.
-
-        By default it lists the folder of the key, or else reads the object, because a store may
-        list by whole path segments only. Override it where the store has a cheaper way.
-        """
-        if key in self.keys(key[: key.rfind("/") + 1]):
-            return True
-        try:
-            self.read(key)
-        except KeyError:
-            return False
-        return True
-
-    def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Write the chunks that are not there yet, then the state."""
-        payload.check()
-        origin, keys, bytes_new = payload.manifest.origin, list[str](), 0
-        with self._lock:  # otherwise two threads would write, and count, the same chunk
-            if not self._has(origin.uid, origin.rank):
-                for view in payload.chunks:
-                    keys.append(f"{_CHUNK}{blake3(view).hexdigest()}")
-                    if not self.holds(keys[-1]):
-                        self.write(keys[-1], bytes(view))
-                        bytes_new += view.nbytes
-                self.write(
-                    _key(origin.uid, origin.rank),
-                    msgspec.msgpack.encode([encode(payload.manifest), keys]),
-                )
-        return Placed(payload.manifest, bytes_new)
-
-    def open(self, uid: str, *, verify: bool = True) -> Reader:
-        """Fetch a state; if it has several parts, the part of rank 0.
-
-        :raises NotFound: it is not here.
-        :raises Corrupt: a chunk of it is gone, or the list of its chunks is damaged.
-        """
-        return self.open_part(uid, 0, verify=verify)
-
-    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """Fetch the part of one rank."""
-        place, what = (
-            f"the {self.name} tier",
-            (f"rank {rank} of state {uid}" if rank else f"state {uid}"),
-        )
-        if not self._has(uid, rank):
-            raise NotFound(f"{what} is not on {place}")
-        try:
-            encoded, keys = msgspec.msgpack.decode(
-                self.read(_key(uid, rank)), type=tuple[bytes, list[str]]
-            )
-            chunks = [self.read(key) for key in keys]
-        except (KeyError, msgspec.DecodeError) as exc:
-            raise Corrupt(f"{what} is damaged on {place} ({exc}): restore another state") from exc
-        manifest = decode(encoded, source=place)
-        if (manifest.origin.uid, manifest.origin.rank) != (uid, rank):
-            raise Corrupt(
-                f"{what} is damaged on {place}, which has another one under its key: restore"
-                " another state"
-            )
-        return HeldReader(manifest, chunks, source=place, verify=verify)
-
-    def has(self, uid: str) -> bool:
-        """Whether a state is here; if it has several parts, the part of rank 0."""
-        return self._has(uid, 0)
-
-    def uids(self) -> Iterator[str]:
-        """The uid of every state that is here."""
-        return (key.removeprefix(_STATE) for key in self.keys(_STATE))
-
-    def close(self) -> None:
-        """Refuse further use; a subclass closes what it opened itself."""
-        self._is_closed = True
-
-    def has_part(self, uid: str, rank: int) -> bool:
-        """Whether one rank's part of a state is here."""
-        return self._has(uid, rank)
-
-    def _has(self, uid: str, rank: int) -> bool:
-        if self._is_closed:
-            raise Closed(f"the {self.name} tier is closed: make another one")
-        return _UID.fullmatch(uid) is not None and self.holds(_key(uid, rank))
-
-
-def _key(uid: str, rank: int) -> str:
-    """The key of a part's list of chunks.
-
-    No key has a dot, or is the folder of another: a subclass may use keys as file names."""
-    return f"{_PART}{uid}/{rank}" if rank else f"{_STATE}{uid}"

@@ -229,8 +229,13 @@ def at(session: Session, path: object) -> list[str]:
     return list(session.execute(_AT, {"seen": str(path)}).scalars())
 
 
+def urls(session: Session) -> list[str]:
+    """The URLs of the tiers with which the repository was opened, the newest of each place."""
+    return list(session.execute(_URLS).scalars())
+
+
 def of_state(session: Session, uid: str) -> list[Folder]:
-    """The folders that hold a state's bytes, as they were reported.
+    """The folders that hold a state's bytes, as they were reported. Tiers with URLs are left out.
 
     :raises NotFound: there is no such state.
     """
@@ -239,11 +244,13 @@ def of_state(session: Session, uid: str) -> list[Folder]:
 
 
 _GET = select(FOLDER).where(FOLDER.c.uid == bindparam("wanted"))
+_is_url = FOLDER.c.path.like("%://%")
+_URLS = select(FOLDER.c.path).where(_is_url).order_by(FOLDER.c.seen_at, FOLDER.c.uid)
 _AT = select(FOLDER.c.uid).where(FOLDER.c.path == bindparam("seen"))
 _OF_STATE = (
     select(FOLDER)
     .join_from(FOLDER, REPLICA, REPLICA.c.node == FOLDER.c.uid)
-    .where(REPLICA.c.state_id == bindparam("state"))
+    .where(REPLICA.c.state_id == bindparam("state"), ~_is_url)
     .order_by(FOLDER.c.uid)
 )
 _sqlite = sqlite.insert(FOLDER)

@@ -402,23 +402,33 @@ def test_a_state_that_leaves_the_disk_before_its_copy_is_said(
 
 
 class Forgetful(KeyedTier):
-    """A store that takes everything, and shows nothing of it."""
+    """A store that takes everything, and forgets what does not begin with ``keeps``."""
 
     name = "forgetful"
 
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.keeps, self.objects = keeps, dict[str, bytes]()
+
     def read(self, key: str) -> bytes:
-        raise KeyError(key)
+        return self.objects[key]
 
     def write(self, key: str, data: bytes) -> None:
-        pass
+        if key.startswith(self.keeps):
+            self.objects[key] = data
 
     def keys(self, prefix: str) -> list[str]:
-        return []
+        return [key for key in self.objects if key.startswith(prefix)]
+
+
+def test_a_tier_that_does_not_show_what_it_took_is_refused_at_open(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="the forgetful tier took an object and does not list"):
+        datastates.open(tmp_path, config=Config(tiers=[Forgetful("state/")]))
 
 
 def test_a_state_is_external_only_once_the_tier_confirms_it(tmp_path: Path) -> None:
     with (
-        datastates.open(tmp_path, config=Config(tiers=[Forgetful()])) as repo,
+        datastates.open(tmp_path, config=Config(tiers=[Forgetful("probe/")])) as repo,
         repo.track(weight=torch.zeros(8), rng=False) as run,
     ):
         capture = run.capture()
@@ -540,5 +550,7 @@ def test_a_full_disk_may_drop_states_that_wait_and_says_which(
         repo.core.runner().drain()
         assert slow.is_waiting.is_set()
         gone = {uid for uid in uids if f"state {uid} left the disk before it was" in caplog.text}
-        assert gone == {*uids[1:3]}, "the first is under way"
+        # the first is under way; each pass on a full disk releases the older half of the others
+        assert len(gone) >= 2
+        assert gone == {*uids[1 : 1 + len(gone)]}
         assert {*slow.uids()} == {*uids, last.uid} - gone

@@ -208,7 +208,8 @@ class _Wrong(WrappedTier):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["no tier"], "inherits datastates.storage.Tier"),
+        (["no tier"], "no tier is no URL of a tier"),
+        ([7], "inherits datastates.storage.Tier"),
         ([Archive], "inherits datastates.storage.Tier"),
         ([Archive(), Archive()], "two tiers are called 'archive'"),
         ([type("Mine", (Archive,), {"name": "local"})()], "two tiers are called 'local'"),

@@ -1,0 +1,138 @@
+"""Tiers on other machines: the suite of tiers for each of them, and what they add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from obstore.store import MemoryStore
+
+from datastates.errors import Conflict, Corrupt, InvalidInput
+from datastates.state.manifest import CHUNK_BYTES
+from datastates.storage import FolderTier, ObjectTier, remote
+from datastates.storage.local import LocalTier
+from datastates.storage.remote import tier_of_url
+from datastates.storage.tier import Tier
+from datastates.testing import TierSuite
+from datastates.testing.states import chunks_of, numbers, payload, small, stream
+
+from .test_local import flip
+
+LINEAGE = "0123456789ab" * 2
+
+
+class TestObjects(TierSuite):
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        tier = ObjectTier(MemoryStore())
+        tier.check(LINEAGE)
+        yield tier
+        tier.close()
+
+    def flip(self, tier: Tier, uid: str, chunk: int, byte: int) -> None:
+        assert isinstance(tier, ObjectTier)
+        manifest = tier.manifest(uid)
+        ref = manifest.refs[chunk]
+        name = manifest.packs[ref.pack].name
+        data = bytearray(tier.read(name))
+        data[ref.offset + byte] ^= 1
+        tier.write(name, bytes(data))
+
+
+class TestFolder(TierSuite):
+    keeps_whole_packs = True
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        tier = FolderTier(tmp_path / "share")
+        tier.check(LINEAGE)
+        yield tier
+        tier.close()
+
+    def flip(self, tier: Tier, uid: str, chunk: int, byte: int) -> None:
+        assert isinstance(tier, LocalTier)
+        manifest = tier.manifest(uid)
+        ref = manifest.refs[chunk]
+        flip(tier.root / manifest.packs[ref.pack].name, ref.offset + byte)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("ftp://host/run", "no URL of a tier"),
+        ("/some/folder", "no URL of a tier"),
+        ("s3://", "no URL of a tier"),
+        ("s3://bucket/run?secret_access_key=abcd1234", "contains a secret"),
+        ("redis://me:abcd1234@host/0", "contains a secret"),
+        ("s3://bucket/run?colour=red", "colour"),
+        ("redis://host/zero", "no URL of a tier"),
+        ("redis://host/0?colour=red", "colour"),
+        ("file:///tmp/x?colour=red", "colour"),
+        ("redis://host:port/0", "no URL of a tier"),
+    ],
+)
+def test_a_url_that_names_no_tier_is_refused(url: str, why: str) -> None:
+    with pytest.raises(InvalidInput, match=why) as caught:
+        tier_of_url(url)
+    assert "abcd1234" not in str(caught.value)
+
+
+def test_a_place_belongs_to_one_lineage(tmp_path: Path) -> None:
+    store, folder = MemoryStore(), tmp_path / "share"
+    for make in (lambda: ObjectTier(store), lambda: FolderTier(folder)):
+        first = make()
+        first.check(LINEAGE)
+        again = make()
+        again.check(LINEAGE)
+        assert again.node == first.node != ""
+        with pytest.raises(Conflict, match="holds states of the lineage"):
+            make().check(LINEAGE[::-1])
+
+
+def test_a_pack_in_a_bucket_is_a_file_of_safetensors() -> None:
+    tier = ObjectTier(MemoryStore())
+    tier.put(payload("one", {"model/w": numbers(300)}))
+    name = tier.manifest("one").packs[0].name
+    assert torch.equal(safetensors.torch.load(bytes(tier.read(name)))["model/w"], numbers(300))
+
+
+def test_equal_chunks_of_the_base_are_referred_to() -> None:
+    tier = ObjectTier(MemoryStore())
+    large = {"model/w": numbers(CHUNK_BYTES // 2), "optimizer/m": numbers(CHUNK_BYTES, 2)}
+    first = tier.put(payload("first", large))
+    second = tier.put(payload("second", large, {"step": numbers(4)}), base=first.manifest)
+    assert second.bytes_new == 16
+    with tier.open("second") as reader:
+        assert stream(reader) == chunks_of(payload("second", large, {"step": numbers(4)}))
+
+
+def test_a_lost_chunk_is_damage_and_a_lost_manifest_no_state() -> None:
+    tier = ObjectTier(MemoryStore())
+    placed = tier.put(small("lost", 1, 2))
+    tier.delete(placed.manifest.packs[0].name)
+    with tier.open("lost") as reader, pytest.raises(Corrupt, match="is gone"):
+        reader.chunk(0)
+    tier.delete("lost.0.manifest")
+    assert not tier.has("lost")
+
+
+def test_another_state_of_the_uid_is_a_conflict() -> None:
+    tier = ObjectTier(MemoryStore())
+    tier.put(small("twice", 1))
+    with pytest.raises(Conflict, match="another state of that uid"):
+        tier.put(small("twice", 2))
+
+
+def test_packs_that_no_manifest_needs_are_orphans_after_a_day(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = ObjectTier(MemoryStore())
+    tier.put(small("kept", 1))
+    tier.write("dead.0-77.safetensors", b"12345678")
+    assert tier.orphans() == {}
+    monkeypatch.setattr(remote, "ORPHAN_AGE", timedelta(days=-1))
+    assert tier.orphans() == {"dead.0-77.safetensors": 8}
