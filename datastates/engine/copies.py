@@ -49,8 +49,10 @@ from .handle import Progress
 _logger = logging.getLogger(__name__)
 
 CLOSING_S = 5.0
-"""The seconds after which no further copy begins when a training or repository is closed. A copy
-that has moved no bytes for as long is not waited for."""
+"""The seconds after which no further copy begins when a training or repository is closed."""
+
+_MOVING_S = 2.0
+"""A copy that moved bytes within this time, in seconds, is waited for when a training is closed."""
 
 STALL_S = 10.0
 """A tier that has moved no bytes of a copy for this long, in seconds, does not respond."""
@@ -274,7 +276,7 @@ class _TierCopies:
             return False
         now, moved_at = time.monotonic(), self._moved_at
         may_begin = self.deadline is None or now < self.deadline
-        return may_begin or (moved_at is not None and now - moved_at < CLOSING_S)
+        return may_begin or (moved_at is not None and now - moved_at < _MOVING_S)
 
     def close(self, within_s: float) -> None:
         """Begin no copy after ``within_s`` seconds."""
@@ -289,8 +291,7 @@ class _TierCopies:
         began = time.monotonic()
         while self._thread.is_alive():
             self._thread.join(0.05)
-            moved_at = max(self._moved_at or began, began)
-            if time.monotonic() - moved_at > CLOSING_S:
+            if time.monotonic() - (self._moved_at or began) > CLOSING_S:
                 break
         with self._lock:
             self._is_closed = True

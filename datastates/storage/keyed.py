@@ -95,6 +95,11 @@ class RemoteReader(HeldReader):
             self._request()
         return view
 
+    def span(self, start: int, length: int) -> memoryview | None:
+        """A view if the stretch is in one chunk, else None, without a request."""
+        self._check_open()
+        return super().span(start, length) if len(self.chunks_of(start, length)) < 2 else None
+
     def lying(self, index: int) -> memoryview:
         """A chunk, which stays in memory until the reader is closed."""
         if index not in self._lying:

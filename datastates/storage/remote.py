@@ -169,16 +169,21 @@ class ObjectTier(KeyedTier):
         origin = payload.manifest.origin
         if UID.fullmatch(origin.uid) is None:
             raise InvalidInput(f"state {origin.uid!r}: uids have no dots or slashes")
+        with self._lock:
+            return self._put(payload, base)
+
+    def _put(self, payload: Payload, base: Manifest | None) -> Placed:
+        origin = payload.manifest.origin
         here = self._found(origin.uid, origin.rank)
         if here is None:
             name = f"{origin.uid}.{origin.rank}-{1 + secrets.randbelow(10**15)}.safetensors"
             plan = plan_put([payload.manifest], [places_of(base)], name)
             (placed,), encoded = plan.manifests, b"".join(readable(plan.manifests))
             self._upload(plan, payload)
-            if self.write_new(manifest_name(origin.uid, origin.rank), encoded):
-                return Placed(placed, placed.bytes_new)
+            self.write_new(manifest_name(origin.uid, origin.rank), encoded)
+            # the response may have been lost, and two writers may both have created it
             here = self._found(origin.uid, origin.rank)
-            if here == placed:  # the response was lost, and the client repeated the request
+            if here == placed:
                 return Placed(placed, placed.bytes_new)
             if here is not None and plan.layout is not None:
                 self.delete(name)
@@ -358,8 +363,12 @@ class ObjectTier(KeyedTier):
 
 
 def _said(error: BaseException) -> str:
-    """The message of an error of obstore, without what it adds for debugging."""
-    return str(error).split("\n\nDebug source")[0].strip()
+    """The message of an error of obstore, without what it adds for debugging. Of a server's
+    document, its code and message."""
+    said = str(error).split("\n\nDebug source")[0].strip()
+    before, document, body = said.partition("<?xml")
+    parts = re.findall(r"<(?:Code|Message)>([^<]*)<", body)
+    return f"{before}{' '.join(parts)}" if document else said
 
 
 class RedisTier(KeyedTier):
@@ -667,18 +676,20 @@ def _store(parts: SplitResult, options: dict[str, str]) -> ObjectStore:
             "tiers in buckets need the library obstore: pip install 'datastates[s3]'"
         ) from exc
     config: dict[str, Any] = dict(options)
-    if parts.scheme == "s3":
-        config = {"unsigned_payload": True, **_credentials(), **config}
+    client: dict[str, Any] = {
+        "connect_timeout": f"{_CONNECT_S:g}s",
+        "timeout": f"{_RESPONSE_S:g}s",
+    }
+    if parts.scheme.startswith("s3"):
+        config = {"unsigned_payload": True, **_of_environment(), **config}
         if "endpoint" in config:
             config = {"virtual_hosted_style_request": False, "region": "us-east-1", **config}
+    if config.get("endpoint", "").startswith("http://"):
+        client["allow_http"] = True
     try:
         return from_url(
             urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")),
-            client_options={
-                "allow_http": options.get("endpoint", "").startswith("http://"),
-                "connect_timeout": f"{_CONNECT_S:g}s",
-                "timeout": f"{_RESPONSE_S:g}s",
-            },
+            client_options=client,
             retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=_RESPONSE_S)},
             **config,
         )
@@ -686,17 +697,22 @@ def _store(parts: SplitResult, options: dict[str, str]) -> ObjectStore:
         raise ValueError(_said(exc)) from exc
 
 
-def _credentials() -> dict[str, str]:
-    """The keys in the file of AWS's tools; empty if the environment has some, or there is none."""
+def _of_environment() -> dict[str, str]:
+    """The endpoint in the environment, and the keys in the file of AWS's tools unless the
+    environment has some. The library reads other variables itself."""
+    found = {}
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        if os.environ.get(name):
+            found["endpoint"] = os.environ[name]
+            break
     if "AWS_ACCESS_KEY_ID" in os.environ:
-        return {}
+        return found
     path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
-    found = RawConfigParser()
-    found.read(Path(path).expanduser())
-    profile = os.environ.get("AWS_PROFILE", "default")
+    profile, file = os.environ.get("AWS_PROFILE", "default"), RawConfigParser()
+    file.read(Path(path).expanduser())
     names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-    return {
-        name.removeprefix("aws_"): found[profile][name]
+    return found | {
+        name.removeprefix("aws_"): file[profile][name]
         for name in names
-        if found.has_option(profile, name)
+        if file.has_option(profile, name)
     }

@@ -719,6 +719,9 @@ class _ProxyServer(ThreadingHTTPServer):
         """Say nothing: the client sees a closed connection, as after any fault."""
 
 
+_FRAMING = {"content-length", "transfer-encoding"}
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -733,7 +736,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response_only(response.status)
         for name, value in response.headers:
-            if self.command == "HEAD" or name.lower() != "content-length":
+            if self.command == "HEAD" or name.lower() not in _FRAMING:
                 self.send_header(name, value)
         if self.command != "HEAD":
             self.send_header("Content-Length", str(len(response.body)))
