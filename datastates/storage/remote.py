@@ -13,7 +13,7 @@ import secrets
 import socket
 import ssl
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from configparser import RawConfigParser
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -686,8 +686,9 @@ def _store(parts: SplitResult, options: dict[str, str]) -> ObjectStore:
             config = {"virtual_hosted_style_request": False, "region": "us-east-1", **config}
     if config.get("endpoint", "").startswith("http://"):
         client["allow_http"] = True
+    make: Callable[..., ObjectStore] = from_url
     try:
-        return from_url(
+        return make(
             urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")),
             client_options=client,
             retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=_RESPONSE_S)},
