@@ -24,6 +24,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -34,8 +35,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedRWPair
 from pathlib import Path
-from typing import IO, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qsl, quote, urlencode
 
 import pytest
@@ -60,6 +62,7 @@ class Server(ABC):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve()
         self.pid = 0
+        """The process that ``stop``, ``kill`` and the like concern."""
         self._reserved: list[socket.socket] = []
         self._children: list[subprocess.Popen[str]] = []
         self.port = self._free_port()
@@ -81,7 +84,7 @@ class Server(ABC):
         """Start the process again, on the same port and folder."""
         if self.is_running():
             self.kill()
-        self._start()
+        self.start()
 
     def is_running(self) -> bool:
         """Whether the process exists. A stopped process does."""
@@ -110,8 +113,8 @@ class Server(ABC):
             held.close()
 
     @abstractmethod
-    def _start(self) -> None:
-        """Start the process, set ``pid``, and wait until the server answers."""
+    def start(self) -> None:
+        """Start the process, set ``pid``, and wait until requests succeed."""
 
     def _free_port(self) -> int:
         """A port that nobody else gets before ``close``.
@@ -128,7 +131,7 @@ class Server(ABC):
     def _spawn(
         self, name: str, command: Sequence[str], *, pipe: int = subprocess.DEVNULL
     ) -> subprocess.Popen[str]:
-        """A child that ends with this thread, and writes what it has to say to ``name.log``.
+        """A child that ends with this thread, and writes its messages to ``name.log``.
 
         :param pipe: what its standard input and output are.
         """
@@ -170,12 +173,20 @@ def process_state(pid: int) -> str:
 
 
 def _kill(pid: int) -> None:
+    """End a process and its threads. A zombie may have threads that hold its sockets."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: process_state(pid) == "X", f"process {pid} does not end")
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:  # its parent is another process, which does not wait for it
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} does not end")
 
 
 def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
+    """Ask again and again.
+
+    :param otherwise: the message of the error after ``PATIENCE_S``.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
         if time.monotonic() > deadline:
@@ -293,7 +304,7 @@ class Response(NamedTuple):
 
 
 class S3Server(Server):
-    """OpenStack Swift with s3api. ``stop`` and its kind concern the proxy process."""
+    """OpenStack Swift with s3api. A test stops and kills its proxy process only."""
 
     access_key = "test:tester"
     secret = "testing"
@@ -302,25 +313,21 @@ class S3Server(Server):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.endpoint = f"http://{LOOPBACK}:{self.port}"
-        self._forks: set[int] = set()
-        memcached = self._free_port()
-        behind = {name: self._free_port() for name in ("account", "container", "object")}
-        (self.folder / "devices" / "device").mkdir(parents=True, exist_ok=True)
-        os.setxattr(self.folder, "user.swift", b"")  # Swift needs a file system that has them
-        self._configure(behind, memcached)
-        user = ["-u", _user()] if os.geteuid() == 0 else []
-        command = ["memcached", *user, "-l", LOOPBACK, "-p", str(memcached)]
-        cache = self._spawn("memcached", command)
-        python = str(ROOT / ".swift" / "bin" / "python")
-        ports = map(str, behind.values())
-        self._starter = self._spawn(
-            "swift", [python, "-c", _SWIFT, str(self.folder), *ports], pipe=subprocess.PIPE
-        )
-        pids = {name: self._fork(name) for name in behind}
-        self._start()
-        self._wait_for_port("memcached", memcached, cache.pid)
-        for name, pid in pids.items():
-            self._wait_for_port("swift", behind[name], pid)
+        self._memcached_port = self._free_port()
+        self._ports = {name: self._free_port() for name in ("account", "container", "object")}
+        self._forks: dict[str, int] = {}
+        self._starter: subprocess.Popen[str] | None = None
+        self._configure()
+
+    def start(self) -> None:
+        starter = self._starter or self._begin()
+        self.pid = self._fork(starter, "proxy")
+        for name, port in {**self._ports, "proxy": self.port}.items():
+            self._wait_for_port("swift", port, self._forks[name])
+
+    def kill(self) -> None:
+        super().kill()
+        self._forks.pop("proxy", None)  # another process may get the number
 
     def bucket(self, name: str) -> str:
         """The URL of a bucket, which is created unless it exists."""
@@ -355,33 +362,44 @@ class S3Server(Server):
         return _send(self.port, method, target, signed, body)
 
     def pids(self) -> set[int]:
-        return super().pids() | self._forks
+        return super().pids() | set(self._forks.values())
 
     def close(self) -> None:
-        for pid in self._forks:
+        for pid in self._forks.values():
             _kill(pid)
         super().close()
 
-    def _start(self) -> None:
-        self.pid = self._fork("proxy")
-        self._wait_for_port("swift", self.port, self.pid)
+    def _begin(self) -> subprocess.Popen[str]:
+        """Start what is behind the proxy process, and the process that forks it."""
+        user = ["-u", _user()] if os.geteuid() == 0 else []
+        port = self._memcached_port
+        cache = self._spawn("memcached", ["memcached", *user, "-l", LOOPBACK, "-p", str(port)])
+        python = str(ROOT / ".swift" / "bin" / "python")
+        command = [python, "-c", _SWIFT, str(self.folder), *map(str, self._ports.values())]
+        self._starter = self._spawn("swift", command, pipe=subprocess.PIPE)
+        for name in self._ports:
+            self._fork(self._starter, name)
+        self._wait_for_port("memcached", port, cache.pid)
+        return self._starter
 
-    def _fork(self, name: str) -> int:
-        assert self._starter.stdin is not None
-        assert self._starter.stdout is not None
-        self._starter.stdin.write(f"{name}\n")
-        self._starter.stdin.flush()
-        said = self._starter.stdout.readline()
-        if not said:
+    def _fork(self, starter: subprocess.Popen[str], name: str) -> int:
+        assert starter.stdin is not None
+        assert starter.stdout is not None
+        starter.stdin.write(f"{name}\n")
+        starter.stdin.flush()
+        number = starter.stdout.readline()
+        if not number:
             raise RuntimeError(f"swift ended:\n{self._log('swift').read_text()[-2000:]}")
-        self._forks.add(int(said))
-        return int(said)
+        self._forks[name] = int(number)
+        return int(number)
 
-    def _configure(self, behind: Mapping[str, int], memcached: int) -> None:
-        values = {"folder": self.folder, "user": _user(), "memcached": memcached}
+    def _configure(self) -> None:
+        (self.folder / "devices" / "device").mkdir(parents=True, exist_ok=True)
+        os.setxattr(self.folder, "user.swift", b"")  # Swift needs a file system that has them
+        values = {"folder": self.folder, "user": _user(), "memcached": self._memcached_port}
         values |= {"region": self.region, "secret": self.secret}
         (self.folder / "swift.conf").write_text(_CLUSTER)
-        for name, port in {**behind, "proxy": self.port}.items():
+        for name, port in {**self._ports, "proxy": self.port}.items():
             text = _COMMON + (_PROXY if name == "proxy" else _BEHIND)
             (self.folder / f"{name}.conf").write_text(text.format(name=name, port=port, **values))
 
@@ -451,21 +469,19 @@ class RedisServer(Server):
             "maxmemory-policy": policy,
             "requirepass": password,
         }
-        self._start()
 
     def command(self, *words: str | bytes) -> bytes | None:
         """Send a command, without a client library.
 
         Returns a string, or the text of a number, or None for a missing value. An error reply
         raises ``RuntimeError``."""
-        with socket.create_connection((self.host, self.port), PATIENCE_S) as connection:
-            stream = connection.makefile("rwb")
-            with stream:
-                if self.password:
-                    _ask(stream, "AUTH", self.password)
-                return _ask(stream, *words)
+        connection = socket.create_connection((self.host, self.port), PATIENCE_S)
+        with connection, connection.makefile("rwb") as stream:
+            if self.password:
+                _ask(stream, "AUTH", self.password)
+            return _ask(stream, *words)
 
-    def _start(self) -> None:
+    def start(self) -> None:
         options = (word for name, value in self._options.items() for word in (f"--{name}", value))
         self.pid = self._spawn("redis", ["redis-server", *options]).pid
         self._wait_for_port("redis", self.port, self.pid)
@@ -480,7 +496,7 @@ class RedisServer(Server):
             raise
 
 
-def _ask(stream: IO[bytes], *words: str | bytes) -> bytes | None:
+def _ask(stream: BufferedRWPair, *words: str | bytes) -> bytes | None:
     """The reply to a command, in Redis's protocol RESP."""
     encoded = [word.encode() if isinstance(word, str) else word for word in words]
     stream.write(b"*%d\r\n" % len(encoded))
@@ -602,7 +618,7 @@ class FaultyProxy:
     ) -> Injection:
         """Let a fault happen to the next requests that match.
 
-        :param method: such as ``GET``. Any method matches an empty one.
+        :param method: such as ``GET``. An empty one matches every method.
         :param path: a part of the path and query.
         :param requests: how many requests the fault concerns.
         """
@@ -637,7 +653,10 @@ class FaultyProxy:
     ) -> tuple[Response | None, int]:
         """What a client is sent, and how much of the body. None closes the connection."""
         fault = self._next_fault(method, target)
-        response = self._respond(fault, method, target, headers, body)
+        try:
+            response = self._respond(fault, method, target, headers, body)
+        except (OSError, http.client.HTTPException):  # the server was killed
+            response = None
         if isinstance(fault, LoseResponse):
             response = None
         sent_bytes = len(response.body) if response is not None else 0
@@ -715,8 +734,9 @@ class _ProxyServer(ThreadingHTTPServer):
                 with contextlib.suppress(OSError):  # the client has closed it
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: the client sees a closed connection, as after any fault."""
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # the client went away
+            super().handle_error(request, client_address)
 
 
 _FRAMING = {"content-length", "transfer-encoding"}
@@ -756,7 +776,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def s3_missing() -> str:
     """What keeps the S3 server from running here. Empty if nothing does."""
-    if not (ROOT / ".swift" / "bin" / "python").exists():
+    if not (ROOT / ".swift" / "datastates-stores").exists():  # its installation is complete
         return "no OpenStack Swift in .swift: run scripts/stores"
     return "" if shutil.which("memcached") else "no memcached on this machine: run scripts/stores"
 
@@ -772,6 +792,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     if missing := s3_missing():
         raise RuntimeError(missing)
     with contextlib.closing(S3Server(folder)) as server:
+        server.start()
         yield server
 
 
@@ -796,11 +817,12 @@ def redis_server(
     options = {"password": password, "policy": policy}
     server = RedisServer(folder, maxmemory_bytes=maxmemory_bytes, is_lasting=is_lasting, **options)
     with contextlib.closing(server):
+        server.start()
         yield server
 
 
 def need(missing: str) -> None:
-    """Skip a test for this reason, if there is one. It fails where the servers are required."""
+    """Skip a test for this reason, if there is one. It fails if the servers are required."""
     if missing and os.environ.get("DATASTATES_REQUIRE_STORES") == "1":
         pytest.fail(missing)
     if missing:

@@ -79,12 +79,35 @@ def test_s3_keeps_objects_when_it_is_stopped_and_killed(s3: S3Server) -> None:
 
 def test_s3_creates_an_object_only_once(s3: S3Server) -> None:
     objects = store(s3)
-    for is_multipart in (False, True):
-        name = f"once-{is_multipart}"
-        obstore.put(objects, name, BLOB, mode="create", use_multipart=is_multipart)
-        with pytest.raises(obstore.exceptions.AlreadyExistsError):
-            obstore.put(objects, name, b"other", mode="create", use_multipart=is_multipart)
-        assert get(objects, name) == BLOB
+    obstore.put(objects, "once", BLOB, mode="create")
+    with pytest.raises(obstore.exceptions.AlreadyExistsError):
+        obstore.put(objects, "once", b"other", mode="create")
+    assert get(objects, "once") == BLOB
+
+
+def test_s3_completes_a_multipart_upload_only_once_and_lists_no_other(s3: S3Server) -> None:
+    """Without a client library, because obstore has no multipart upload that only creates."""
+    objects = store(s3)
+    target = "/objects/tests/parts/once"
+    identifiers = []
+    for status in (200, 412):
+        started = s3.request("POST", f"{target}?uploads").body.decode()
+        identifiers.append(started.partition("<UploadId>")[2].partition("<")[0])
+        part = s3.request("PUT", f"{target}?partNumber=1&uploadId={identifiers[-1]}", BLOB)
+        tag = f"<PartNumber>1</PartNumber><ETag>{dict(part.headers)['ETag']}</ETag>"
+        body = f"<CompleteMultipartUpload><Part>{tag}</Part></CompleteMultipartUpload>"
+        finished = s3.request(
+            "POST",
+            f"{target}?uploadId={identifiers[-1]}",
+            body.encode(),
+            headers={"If-None-Match": "*"},
+        )
+        assert finished.status == status
+    assert b"parts/once" in s3.request("GET", "/objects?uploads").body
+    assert s3.request("DELETE", f"{target}?uploadId={identifiers[-1]}").status == 204
+    assert b"parts/once" not in s3.request("GET", "/objects?uploads").body
+    listed = [each["path"] for page in obstore.list(objects, prefix="parts") for each in page]
+    assert listed == ["parts/once"]
 
 
 def test_a_request_is_forwarded_and_counted(proxy: FaultyProxy, s3: S3Server) -> None:
@@ -121,6 +144,7 @@ def test_a_read_fails_as_often_as_the_fault_says(
         with pytest.raises(BaseError, match=message):
             get(objects)
     assert get(objects) == BLOB
+    assert proxy.counts() == {"GET": 3}
 
 
 @pytest.mark.parametrize(("fault", "status"), [(DropRequest(), 404), (LoseResponse(), 200)])
