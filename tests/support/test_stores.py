@@ -122,6 +122,14 @@ def test_a_request_is_forwarded_and_counted(proxy: FaultyProxy, s3: S3Server) ->
     assert proxy.request_bytes() >= len(BLOB)
 
 
+def test_a_multipart_upload_is_forwarded(proxy: FaultyProxy, s3: S3Server) -> None:
+    """Swift sends the answer to its last request in chunks."""
+    objects = store(s3, proxy.endpoint)
+    obstore.put(objects, "parts", BLOB, use_multipart=True)
+    assert proxy.counts() == {"POST": 2, "PUT": 1}
+    assert get(objects, "parts") == BLOB
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
