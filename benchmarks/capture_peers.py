@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,6 +100,7 @@ class Ours(Method):
     ``durable_every`` None keeps them in memory."""
 
     name = "datastates"
+    _tiers: Sequence[str] = ()
 
     def __init__(self, *, durable_every: int | None = None, states: float = 3.2) -> None:
         self._durable_every, self._states = durable_every, states
@@ -107,7 +108,10 @@ class Ours(Method):
     def prepare(self, objects: Objects, folder: Path) -> None:
         budget = int(self._states * state_bytes(objects)) + (64 << 20)
         config = Config(
-            memory_bytes=budget, durable_interval_s=None, durable_every=self._durable_every
+            memory_bytes=budget,
+            durable_interval_s=None,
+            durable_every=self._durable_every,
+            tiers=self._tiers,
         )
         self._repo = datastates.open(folder / "repository", config=config)
         self._run = self._repo.track(**objects)
