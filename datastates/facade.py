@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, overload
 
 from datastates.lineage.query import names, pages, revision, walk
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from datastates.compare.ensemble import Ensemble
     from datastates.lineage.session import Session
     from datastates.lineage.views.branch_rows import Branches
+    from datastates.maintenance.further import CopyReport
     from datastates.maintenance.gc import GcReport
     from datastates.maintenance.repair import RepairReport
     from datastates.maintenance.retention_pass import Pruned
@@ -791,6 +791,29 @@ class Facade:
         )
 
     @values.checked
+    def copy(
+        self,
+        *revs: Revision,
+        to: Text,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> CopyReport:
+        """Copy durable states to a further tier, and wait until it has them.
+
+            repo.copy("main~1", "baseline", to="s3")
+
+        :param revs: the states; without any, all states in the folder of packs that the tier lacks,
+            except those that a policy keeps near.
+        :param to: the name of the tier.
+        :param on_progress: called with the number of states that were copied, and their total.
+        :raises NotFound: there is no such tier or state.
+        :raises Unavailable: a state is not durable here.
+        """
+        from datastates.maintenance.further import copy  # few ask for it
+
+        uids = [self._uid(rev) for rev in revs]
+        return copy(self.core, uids, to, on_progress)
+
+    @values.checked
     def repair(
         self,
         *,
@@ -804,8 +827,8 @@ class Facade:
 
             print(repo.repair().hurt)
 
-        :param source: another repository's folder, or a folder of packs, that may have the same
-            states.
+        :param source: another repository's folder, a folder of packs, or the URL of a tier, that
+            may have the same states.
         :param peers: other processes that may have them, in memory or on disk, as
             ``datastates.connect`` returns them. Only damaged chunks are moved. A state that was
             never sealed is then only as good as these peers are, and is noted as cloned from them.
@@ -814,10 +837,9 @@ class Facade:
         from datastates.maintenance.repair import repair  # few ask for it
         from datastates.transport.peer import PeerTier
 
-        folder = None if source is None else Path(source)
         return repair(
             self.core,
-            source=folder,
+            source=None if source is None else str(source),
             peers=[PeerTier(peer) for peer in peers],
             on_progress=on_progress,
         )

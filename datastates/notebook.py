@@ -162,13 +162,14 @@ class RepositoryStats:
     """``lineage`` is what all processes recorded, ``bytes_stored`` is what its packs take on disk.
 
     ``activity`` is that of this process alone, since it opened the repository. ``trouble`` is what
-    keeps it from writing, if anything does.
+    keeps it from writing, if anything does. ``waiting`` copies to further tiers were not tried yet.
     """
 
     lineage: Counts
     bytes_stored: int
     activity: Activity
     trouble: str | None
+    waiting: int = 0
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -182,7 +183,8 @@ def stats(core: Core) -> RepositoryStats:
     activity, trouble = (
         (Activity(), None) if host is None else (host.recorder.activity(), host.trouble)
     )
-    return RepositoryStats(counts, core.tiers.durable.bytes_stored, activity, trouble)
+    waiting = 0 if host is None else host.copies.pending
+    return RepositoryStats(counts, core.tiers.durable.bytes_stored, activity, trouble, waiting)
 
 
 def _lines(found: RepositoryStats) -> Iterator[str]:
@@ -196,6 +198,11 @@ def _lines(found: RepositoryStats) -> Iterator[str]:
             f"here {plural(done.captures, 'capture')}: {size_text(done.bytes_copied)} copied,"
             f" {size_text(done.bytes_new)} of it new; {done.written:,} written,"
             f" {size_text(done.bytes_written)} new on disk"
+        )
+    if done.copied or done.copies_failed or found.waiting:
+        yield (
+            f"{done.copied:,} copied to further tiers, {size_text(done.bytes_further)} new there,"
+            f" {done.requests:,} requests; {done.copies_failed:,} failed, {found.waiting:,} waiting"
         )
     rare = (
         ("skipped", done.skipped),

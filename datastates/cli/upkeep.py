@@ -1,10 +1,9 @@
-"""The commands ``verify``, ``repair``, ``gc``, ``reindex``, ``du`` and ``prune``."""
+"""The commands ``verify``, ``repair``, ``gc``, ``reindex``, ``copy``, ``du`` and ``prune``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,12 +38,32 @@ def gc(
             " them in instead.",
         ),
     ] = False,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            "--tier",
+            metavar="NAME",
+            help="Instead, delete what failed uploads left in this tier more than a day ago.",
+            show_default=False,
+        ),
+    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
     """Free disk space: delete what crashes and evictions left, rewrite packs most of whose bytes no
     state needs. Trainings may continue."""
     shell = Shell(context, repo, as_json)
+    if tier is not None:
+        from datastates.maintenance.further import orphans
+
+        with shell.repository() as repository:
+            found = orphans(repository.core, tier, is_dry_run=dry_run)
+        if shell.as_json:
+            return shell.write_json({"tier": tier, "is_dry_run": dry_run, "packs": found})
+        return shell.write(
+            f"{size_text(sum(found.values()))} {'can be freed' if dry_run else 'freed'} on the"
+            f" {tier} tier: {plural(len(found), 'pack')} that no state needs"
+        )
     with shell.repository() as repository, progress(shell, "making room") as show:
         done = repository.gc(dry_run=dry_run, unknown=unknown, on_progress=show)
     if shell.as_json:
@@ -174,6 +193,15 @@ def reindex(
             " server, add to it.",
         ),
     ] = False,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tier",
+            metavar="URL",
+            help="A bucket that holds states of this lineage (s3://…); may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -185,7 +213,7 @@ def reindex(
     orderly()
     location = shell.location(must_exist=False)
     url = location.database_url if location.root is None else location.root
-    done = rebuild(url, packs=location.packs, replace=replace)
+    done = rebuild(url, packs=location.packs, replace=replace, tiers=tier or ())
     replaced = [] if done.replaced is None else [f"the database that was there is {done.replaced}"]
     shell.report(
         done,
@@ -203,11 +231,12 @@ def reindex(
 def repair(
     context: typer.Context,
     source: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--from",
-            metavar="FOLDER",
-            help="Another repository, or folder of packs, that may have the same states.",
+            metavar="FOLDER|URL",
+            help="Another repository, folder of packs, or tier (s3://…) that may have the same"
+            " states.",
             show_default=False,
         ),
     ] = None,
@@ -258,6 +287,39 @@ def repair(
             shell.write(f"not read: {text}")
     if done.hurt or done.unread:
         raise typer.Exit(EXIT_CODES["corrupt" if done.hurt else "unavailable"])
+
+
+def copy(
+    context: typer.Context,
+    revs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="REV",
+            help="States; without one, all in the folder of packs that the tier lacks.",
+            autocompletion=ref_names,
+        ),
+    ] = None,
+    to: Annotated[
+        str, typer.Option("--to", metavar="TIER", help="The name of a further tier, such as s3.")
+    ] = ...,  # type: ignore[assignment] # required
+    repo: Repo = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy durable states to a further tier, and wait until it has them."""
+    shell = Shell(context, repo, as_json)
+    with (
+        shell.repository() as repository,
+        progress(shell, "copying", is_of_bytes=False) as show,
+    ):
+        done = repository.copy(*(revs or ()), to=to, on_progress=show)
+    if shell.as_json:
+        shell.write_json(done)
+    else:
+        shell.write(f"{plural(len(done.copied), 'state')} copied to the {to} tier")
+        for uid, why in done.left.items():
+            shell.write(f"not copied: state {uid}: {why}")
+    if done.left:
+        raise typer.Exit(EXIT_CODES["unavailable"])
 
 
 # --- ``du`` and ``prune``: disk use of each branch, and dropping bytes ---

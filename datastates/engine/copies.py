@@ -42,6 +42,7 @@ from datastates.storage.tiers import payload_of
 from datastates.system.files import hold
 from datastates.system.interrupts import Mutex
 from datastates.system.logs import event, reason_of
+from datastates.system.telemetry import Recorder
 from datastates.system.threads import yield_disk
 
 from .handle import Progress
@@ -102,10 +103,12 @@ class Copies:
         patience_s: float,
         folder: str = "",
         bytes_per_s: int | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._statuses = [tier.gives for tier in (durable, *further)]
+        recorder = recorder or Recorder()
         self._each = [
-            _TierCopies(tier, durable, database, on_done, patience_s, folder, bytes_per_s)
+            _TierCopies(tier, durable, database, on_done, patience_s, folder, bytes_per_s, recorder)
             for tier in further
         ]
 
@@ -141,12 +144,20 @@ class Copies:
         """The name of a tier onto which a state is still to be put. None if there is none."""
         return next((each.tier.name for each in self._each if each.is_waiting(uid)), None)
 
-    def put(self, uid: str, ranks: Sequence[int], progress: Progress | None) -> None:
-        """Note that a state is durable, of which this process has the parts of these ranks.
+    def is_waiting(self, uid: str, tier: str) -> bool:
+        """Whether a state is still to be put onto the tier of this name."""
+        return any(each.is_waiting(uid) for each in self._each if each.tier.name == tier)
+
+    def put(
+        self, uid: str, ranks: Sequence[int], progress: Progress | None, *, to: str | None = None
+    ) -> None:
+        """Note that a state is durable, of which this process has the parts of these ranks. ``to``
+        names the tier that gets it; None: all of them.
 
         Any thread; never waits."""
         for each in self._each:
-            each.put(_Copy(uid, ranks, progress))
+            if to is None or each.tier.name == to:
+                each.put(_Copy(uid, ranks, progress))
 
     def drop(self, uid: str) -> str | None:
         """Stop waiting for the copies of a state, whose bytes are about to leave the disk. Returns
@@ -192,13 +203,14 @@ class _TierCopies:
         patience_s: float,
         folder: str,
         bytes_per_s: int | None,
+        recorder: Recorder,
     ) -> None:
+        self._recorder = recorder
         self.tier, self._durable, self._database = tier, durable, database
         self._folder = folder
         self._pace = None if bytes_per_s is None else Pace(bytes_per_s)
         self._last: dict[int, tuple[Manifest, Manifest]] = {}
         """By rank, the last state that was put: its manifest here, and its manifest there."""
-        self.copied = self.failed = self.bytes_new = 0
         self._on_done, self._patience_s = on_done, patience_s
         self.took_s: float | None = None
         self.deadline: float | None = None
@@ -400,7 +412,7 @@ class _TierCopies:
 
     def _fail(self, error: BaseException) -> None:
         """Note that the tier failed: the newest state's handle gets the reason."""
-        self.failed += 1
+        self._recorder.count("copies_failed")
         newest = self._late[-1]  # the handles of those before it have their reasons
         why = reason_of(error)
         said = (
@@ -434,6 +446,7 @@ class _TierCopies:
         """Put what this process has of a state; returns whether the whole state is on the tier
         now, or never will be."""
         tier, began, now = self.tier, time.monotonic(), None
+        requests = getattr(tier, "requests", 0)
         self._moved_at = began
         if not self._is_checked:
             with self._database.read() as session:
@@ -459,7 +472,7 @@ class _TierCopies:
                 base = self._base(reader.manifest)
                 placed = tier.put(self._watched(payload_of(reader)), base=base)
                 self._last[rank] = reader.manifest, placed.manifest
-                self.bytes_new += placed.bytes_new
+                self._recorder.count("bytes_further", placed.bytes_new)
             if not tier.has_part(copy.uid, rank):  # what a store cannot confirm does not count
                 raise Unavailable(
                     f"the tier took the state and does not list it: check that {tier.name}'s keys"
@@ -477,8 +490,11 @@ class _TierCopies:
                     rank=rank,
                     bytes=placed.bytes_new,
                 )
-        self.copied += 1
-        self.took_s = time.monotonic() - began
+        ended = time.monotonic()
+        self.took_s = ended - began
+        self._recorder.count("copied")
+        self._recorder.count("requests", getattr(tier, "requests", 0) - requests)
+        self._recorder.span("copy", began, ended, copy.uid)
         if now is None or not _is_as_safe(now, tier):
             return False
         copy.reach(now)

@@ -114,6 +114,7 @@ class Runner:
             config.group_patience_s,
             context.folder,
             config.copy_bytes_per_s,
+            self.recorder,
         )
         locked = LockedEngine(self._engine, self._lock, self._changed, self._post)
         self.in_flight = InFlight(

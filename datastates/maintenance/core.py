@@ -29,14 +29,13 @@ from datastates.lineage.query import revision, walk
 from datastates.lineage.query.names import holder, replicas_of
 from datastates.lineage.states import Run, State, Status
 from datastates.lineage.write import attachments, replicas, runs
-from datastates.lineage.write.clones import repository_uid
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena
 from datastates.storage.durable_files import Pace
 from datastates.storage.local import LocalTier
 from datastates.storage.memory import MemoryTier
-from datastates.storage.tier import Reader, Tier
-from datastates.storage.tiers import DURABLE, VOLATILE, Tiers, check_further
+from datastates.storage.tier import Reader
+from datastates.storage.tiers import DURABLE, VOLATILE, Tiers
 from datastates.system.at_exit import close_at_exit, closed
 from datastates.system.files import FileLock
 from datastates.system.interrupts import Mutex, undisturbed
@@ -45,6 +44,7 @@ from datastates.system.memory import available_memory_bytes
 
 from .backup import Backups, back_up
 from .environment import describe_run
+from .further import check_tiers, stored_tiers
 from .lease import (
     FOLDER,
     LEASES,
@@ -403,68 +403,6 @@ def recover(database: Database, local: LocalTier, home: PackFolder) -> list[runs
     return recovered
 
 
-def stored_tiers(database: Database) -> list[Tier]:
-    """The tiers at the URLs with which the repository was opened before. A tier that cannot be used
-    here is left out, with a line in the log."""
-    found = list[Tier]()
-    with database.read() as session:
-        urls = attachments.urls(session)
-    for url in urls:
-        try:
-            found += check_further([url])
-        except InvalidInput as exc:
-            _logger.warning("a tier of this repository is not used here: %s", exc)
-    return found
-
-
-def check_tiers(database: Database, tiers: Tiers, *, raises: bool = True) -> None:
-    """Check the further tiers, and record the URLs of those that have one.
-
-    A tier that does not respond is checked again before the first copy. ``raises``: others that
-    cannot be used raise; else they only get a line in the log.
-
-    :raises InvalidInput: a tier is not configured correctly.
-    :raises Conflict: a tier belongs to another repository.
-    """
-    if not tiers.further:
-        return
-    with database.read() as session:
-        repository, known = repository_uid(session), set(attachments.urls(session))
-    for tier in tiers.further:
-        try:
-            _check_in_time(tier, repository)
-        except DatastatesError as exc:
-            if raises and not isinstance(exc, Unavailable):
-                raise
-            _logger.warning("%s; copies to it are tried again", exc)
-            continue
-        url = getattr(tier, "url", "")
-        if url and url not in known:
-            with database.write() as session:
-                attachments.note(session, tier.node, path=url, host=url.partition("?")[0])
-
-
-def _check_in_time(tier: Tier, repository: str) -> None:
-    """Check a tier. One that does not return does not hold up the caller for long."""
-    errors: list[BaseException | None] = []
-
-    def check() -> None:
-        try:
-            tier.check(repository)
-            errors.append(None)
-        except BaseException as exc:  # raised by the caller
-            errors.append(exc)
-
-    thread = threading.Thread(target=check, name="datastates-check", daemon=True)
-    thread.start()
-    thread.join(_CHECK_S)
-    if not errors:
-        raise Unavailable(f"the {tier.name} tier has not responded for {_CHECK_S:.0f} s")
-    if errors[0] is not None:
-        raise errors[0]
-
-
-_CHECK_S = 10.0
 _PATIENCE_S = 2.0
 
 

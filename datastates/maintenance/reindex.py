@@ -20,7 +20,14 @@ from sqlalchemy import URL
 
 from datastates import values
 from datastates.engine.rank_reports import states_of
-from datastates.errors import Conflict, Corrupt, DatastatesError, NotFound, Unavailable
+from datastates.errors import (
+    Conflict,
+    Corrupt,
+    DatastatesError,
+    InvalidInput,
+    NotFound,
+    Unavailable,
+)
 from datastates.lineage import sqlite_files
 from datastates.lineage.database import Database
 from datastates.lineage.query.retained import held_on
@@ -33,6 +40,7 @@ from datastates.lineage.write.record import check
 from datastates.lineage.write.replicas import evict, mark, take_turns
 from datastates.state.manifest import Manifest, root_digest
 from datastates.storage.local import LocalTier
+from datastates.storage.remote import ObjectTier, tier_of_url
 from datastates.storage.tiers import VOLATILE
 from datastates.system.files import hold, share, sync_folder
 from datastates.system.interrupts import checkpoint, undisturbed
@@ -202,6 +210,7 @@ class _Work:
     may_add: bool
     tier: LocalTier
     manifests: _Manifests
+    further: list[tuple[ObjectTier, _Manifests]] = field(default_factory=list)
     folder: str = ""
     backup_at: datetime | None = None
     lacking: list[str] = field(default_factory=list)
@@ -213,6 +222,7 @@ def reindex(
     *,
     packs: values.FilePath | None = None,
     replace: bool = False,
+    tiers: Sequence[str] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ReindexReport:
     """Rebuild the lineage of a repository from its folder of packs, where the database is lost,
@@ -231,6 +241,8 @@ def reindex(
     :param packs: as for ``open``.
     :param replace: rebuild a lineage that exists. Its file is kept next to the new one. On a
         server, add to the lineage what the folder has.
+    :param tiers: the URLs of buckets that hold states of this lineage. The folder of packs may be
+        empty then.
     :param on_progress: called with how many states have been recorded, and how many there are.
     :raises Conflict: a lineage exists and ``replace`` is false, or a process is at work in the
         folder, or has the lineage open.
@@ -238,14 +250,30 @@ def reindex(
     """
     with undisturbed():
         return _rebuilt(
-            locate(url, packs), on_progress or (lambda done, total: None), is_replacing=replace
+            locate(url, packs),
+            on_progress or (lambda done, total: None),
+            [_bucket(each) for each in tiers],
+            is_replacing=replace,
         )
 
 
+def _bucket(url: str) -> ObjectTier:
+    tier = tier_of_url(values.string(url, "tiers"))
+    if not isinstance(tier, ObjectTier):
+        raise InvalidInput(f"{url} is no bucket: reindex reads folders of packs and buckets")
+    return tier
+
+
 def _rebuilt(
-    location: Location, tell: Callable[[int, int], None], *, is_replacing: bool
+    location: Location,
+    tell: Callable[[int, int], None],
+    further: Sequence[ObjectTier],
+    *,
+    is_replacing: bool,
 ) -> ReindexReport:
     """Rebuild the lineage; nothing is put in its place before all of it is complete."""
+    if further:
+        location.packs.mkdir(parents=True, exist_ok=True)
     if not location.packs.is_dir():
         raise NotFound(
             f"there is no folder of packs at {location.packs}: name the repository's folder, or its"
@@ -253,15 +281,9 @@ def _rebuilt(
         )
     _check_unused(location)
     tier = LocalTier(location.packs)
-    manifests: _Manifests = {}
     unread: list[str] = []
-    for uid, rank in sorted(tier.parts()):
-        checkpoint()
-        try:
-            manifests[uid, rank] = tier.sound(uid, rank).manifest
-        except (Corrupt, NotFound, Unavailable) as exc:
-            unread.append(f"the manifest of state {uid}: {exc}")
-    work = _Work(location, tell, is_replacing, tier, manifests)
+    work = _Work(location, tell, is_replacing, tier, _read(tier, unread))
+    work.further = [(each, _read(each, unread)) for each in further]
     if location.root is None:
         report = _into(location.database_url, work)
         return replaced(report, lacking=(*report.lacking, *unread))
@@ -303,6 +325,18 @@ def _rebuilt(
         lacking=(*report.lacking, *unread),
         replaced=None if kept is None else str(kept),
     )
+
+
+def _read(tier: LocalTier | ObjectTier, unread: list[str]) -> _Manifests:
+    """The manifests of a tier. Those that cannot be read are added to ``unread``."""
+    found: _Manifests = {}
+    for uid, rank in sorted(tier.parts()):
+        checkpoint()
+        try:
+            found[uid, rank] = tier.sound(uid, rank).manifest
+        except (Corrupt, NotFound, Unavailable) as exc:
+            unread.append(f"the manifest of state {uid}: {exc}")
+    return found
 
 
 def _begin(work: _Work, final: Path, making: Path) -> None:
@@ -400,6 +434,8 @@ def _into(url: str, work: _Work) -> ReindexReport:
 
 def _add(session: Session, work: _Work) -> ReindexReport:
     owner = owner_of(work.location.packs)
+    for tier, _ in work.further:
+        owner = owner or tier.owner()
     if rebuild.is_empty(session):
         if owner is not None:
             rebuild.put_uid(session, owner[1])
@@ -409,11 +445,17 @@ def _add(session: Session, work: _Work) -> ReindexReport:
         )
     work.folder = identity(work.location.packs, repository_uid(session)) or ""
     unended = [run.uid for run in runs.unfinished(session)] if work.location.root else []
-    named = {uid for uid, _ in work.manifests}
-    for manifest in work.manifests.values():
+    for tier, _ in work.further:
+        tier.check(repository_uid(session))
+        attachments.note(session, tier.node, path=tier.url, host=tier.url.partition("?")[0])
+    manifests = dict(work.manifests)
+    for _, found in work.further:
+        manifests |= {part: each for part, each in found.items() if part not in manifests}
+    named = {uid for uid, _ in manifests}
+    for manifest in manifests.values():
         named.update(manifest.origin.parents)
     here = set(known(session, named))
-    added = added_by(work.manifests, here, rebuild.last_moves(session))
+    added = added_by(manifests, here, rebuild.last_moves(session))
     if work.backup_at is not None and (added.states or unended):
         newer = []
         if added.states:
@@ -434,7 +476,15 @@ def _add(session: Session, work: _Work) -> ReindexReport:
     if unknown:
         work.lacking.append(f"who ran {unknown} of the trainings, and how they were configured")
     rebuild.put_states(session, added.states, lambda done: work.tell(before + done, total))
-    restorable = _mark(session, work, {new.uid for new in added.states})
+    new_uids = {new.uid for new in added.states}
+    whole = _mark(session, work, work.tier, work.folder, work.manifests, new_uids)
+    for tier, found in work.further:
+        whole |= _mark(session, work, tier, tier.node, found, new_uids - whole)
+    # the folder has no other states, not even under an identity that it lost
+    local, node = work.tier.name, work.folder
+    for other in {node, *attachments.at(session, work.location.packs)}:
+        gone = {uid for uid, _ in held_on(session, tier=local, node=other)}
+        evict(session, gone - whole if other == node else gone, tier=local, node=other)
     rebuild.put_moves(session, added.moves, reason=_REINDEXED)
     if work.folder:
         path = str(work.location.packs)
@@ -448,7 +498,7 @@ def _add(session: Session, work: _Work) -> ReindexReport:
     return ReindexReport(
         lineage=repository_uid(session),
         states=now["states"],
-        restorable=restorable,
+        restorable=len(whole),
         branches=now["branches"],
         tags=now["tags"],
         notes=now["notes"],
@@ -460,14 +510,21 @@ def _add(session: Session, work: _Work) -> ReindexReport:
     )
 
 
-def _mark(session: Session, work: _Work, added: Container[str]) -> int:
-    """Record which states are whole in the folder, and no others; returns how many."""
-    tier, node = work.tier, work.folder
-    here = known(session, {uid for uid, _ in work.manifests})
-    whole = tier.whole_parts(part for part in work.manifests if part[0] in here)
+def _mark(
+    session: Session,
+    work: _Work,
+    tier: LocalTier | ObjectTier,
+    node: str,
+    manifests: _Manifests,
+    added: Container[str],
+) -> set[str]:
+    """Record which states are whole on a tier, and return their uids. The parts of ``added`` states
+    are recorded, too."""
+    here = known(session, {uid for uid, _ in manifests})
+    whole = tier.whole_parts(part for part in manifests if part[0] in here)
     parts: list[tuple[str, int, int, str, int]] = []
     marked: set[str] = set()
-    for uid, found in groupby(work.manifests.items(), key=lambda each: each[0][0]):
+    for uid, found in groupby(manifests.items(), key=lambda each: each[0][0]):
         # they are sorted by uid and rank
         of_it = [manifest for _, manifest in found]
         size = len(of_it)
@@ -498,11 +555,7 @@ def _mark(session: Session, work: _Work, added: Container[str]) -> int:
             if size > 1 and uid in added:
                 parts.append((uid, rank, size, manifest.digest, manifest.origin.created_at_us))
     rebuild.put_parts(session, parts, tier=tier.name, node=node)
-    # the folder has no other states, not even under an identity that it lost
-    for other in {node, *attachments.at(session, work.location.packs)}:
-        gone = {uid for uid, _ in held_on(session, tier=tier.name, node=other)}
-        evict(session, gone - marked if other == node else gone, tier=tier.name, node=other)
-    return len(marked)
+    return marked
 
 
 def _put_aside(path: Path) -> Path:

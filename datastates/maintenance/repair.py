@@ -31,6 +31,7 @@ from datastates.state.manifest import Chunk, Manifest
 from datastates.storage.garbage import MovedChunks, Place
 from datastates.storage.local import LocalTier
 from datastates.storage.parallel_read import seal_of
+from datastates.storage.remote import tier_of_url
 from datastates.storage.tier import Payload, Reader, Tier
 from datastates.system.files import open_regular, read_at
 from datastates.system.interrupts import checkpoint
@@ -74,7 +75,7 @@ class Peer(Protocol):
 def repair(
     core: Core,
     *,
-    source: Path | None = None,
+    source: str | None = None,
     peers: Sequence[Peer] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RepairReport:
@@ -88,14 +89,21 @@ def repair(
             *core.tiers.further,
         ]
         if source is not None:
-            packs = source / "packs" if (source / "packs").is_dir() else source
-            if not packs.is_dir():
-                raise NotFound(
-                    f"there is no folder {source}: name a repository's folder, or a folder of packs"
-                )
-            places.append(folder := LocalTier(packs))
-            stack.callback(folder.close)
+            places.append(place := _place_of(source))
+            stack.callback(place.close)
         return _Repair(core, [*places, *peers], found).run()
+
+
+def _place_of(source: str) -> Tier:
+    if "://" in source:
+        return tier_of_url(source)
+    folder = Path(source)
+    packs = folder / "packs" if (folder / "packs").is_dir() else folder
+    if not packs.is_dir():
+        raise NotFound(
+            f"there is no folder {source}: name a repository's folder, or a folder of packs"
+        )
+    return LocalTier(packs)
 
 
 _Found = tuple[Reader, str | None]

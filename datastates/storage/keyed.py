@@ -385,19 +385,28 @@ def owned(identity: bytes | memoryview, repository: str, name: str) -> str:
 
     :raises Conflict: it belongs to another repository.
     """
+    uid, owner = identity_of(identity, name)
+    if owner != repository:
+        raise Conflict(
+            f"the {name} tier holds states of the lineage {owner}, and this repository has the"
+            f" lineage {repository}: give each repository a prefix or folder of its own, as in"
+            " s3://bucket/my-run"
+        )
+    return uid
+
+
+def identity_of(identity: bytes | memoryview, name: str) -> tuple[str, str]:
+    """The uids of a place and of its lineage.
+
+    :raises Corrupt: they cannot be read.
+    """
     found = _LINES.fullmatch(bytes(identity).decode(errors="replace").strip())
     if found is None:
         raise Corrupt(
             f"{IDENTITY} on the {name} tier is damaged: restore it, or give this tier another"
             " prefix"
         )
-    if found[2] != repository:
-        raise Conflict(
-            f"the {name} tier holds states of the lineage {found[2]}, and this repository has the"
-            f" lineage {repository}: give each repository a prefix or folder of its own, as in"
-            " s3://bucket/my-run"
-        )
-    return found[1]
+    return found[1], found[2]
 
 
 def part_name(uid: str, rank: int) -> str:

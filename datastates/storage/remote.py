@@ -13,7 +13,7 @@ import secrets
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from configparser import RawConfigParser
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -32,13 +32,13 @@ from datastates.errors import (
     Unavailable,
 )
 from datastates.lineage.states import Status
-from datastates.state.digest import MAX_MANIFEST
+from datastates.state.digest import MAX_MANIFEST, Sound, tensors_of
 from datastates.state.manifest import Manifest
 from datastates.system.logs import is_secret
 
 from .dedup import PutPlan, places_of, plan_put, readable
 from .durable_files import TEMPORARY, next_step
-from .keyed import IDENTITY, REQUESTS, UID, KeyedTier, RemoteReader, owned, part_name
+from .keyed import IDENTITY, REQUESTS, UID, KeyedTier, RemoteReader, identity_of, owned, part_name
 from .local import LocalTier
 from .pack import manifest_name, padded, uid_of
 from .tier import Payload, Placed, Reader, Tier
@@ -74,6 +74,7 @@ class ObjectTier(KeyedTier):
         super().__init__()
         self.name = name  # type: ignore[misc] # there may be several
         self.store, self.url = store, url
+        self.requests = 0
 
     def check(self, repository: str) -> None:
         """Check the permissions, what the server enforces, and whose bucket or prefix it is."""
@@ -235,10 +236,39 @@ class ObjectTier(KeyedTier):
     def uids(self) -> Iterator[str]:
         """The uid of every state that is here."""
         self._check_open()
-        for key in self.keys(""):
-            part = uid_of(key, "manifest")
-            if part is not None and part[1] == 0:
-                yield part[0]
+        return (uid for uid, rank in self.parts() if rank == 0)
+
+    def parts(self) -> Iterator[tuple[str, int]]:
+        """The uid and rank of every part whose manifest is here."""
+        return filter(None, (uid_of(key, "manifest") for key in self.keys("")))
+
+    def sound(self, uid: str, rank: int) -> Sound:
+        """The manifest of one part, with its tensors.
+
+        :raises NotFound: it is not here.
+        :raises Corrupt: it is damaged, or another state's.
+        """
+        manifest = self._manifest(uid, rank)
+        return Sound(manifest, tensors_of(manifest.content))
+
+    def whole_parts(self, parts: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Placed]:
+        """Those of these parts whose packs are here in full size."""
+        sizes = {key: size for key, (_, size) in self._listed("")}
+        found = dict[tuple[str, int], Placed]()
+        for uid, rank in parts:
+            manifest = self._found(uid, rank)
+            if manifest is not None and all(
+                sizes.get(pack.name) == pack.size for pack in manifest.packs
+            ):
+                found[uid, rank] = Placed(manifest, manifest.bytes_new)
+        return found
+
+    def owner(self) -> tuple[str, str] | None:
+        """The uids of this place and of its lineage. None if it has none yet."""
+        try:
+            return identity_of(self.read(IDENTITY), self.name)
+        except KeyError:
+            return None
 
     def orphans(self) -> dict[str, int]:
         """The packs older than a day that no manifest needs, and their sizes in bytes.
@@ -332,9 +362,10 @@ class ObjectTier(KeyedTier):
 
     @contextmanager
     def _asking(self, key: str) -> Iterator[None]:
-        """Raise errors of the library as ours."""
+        """Count a request, and raise errors of the library as ours."""
         import obstore.exceptions as errors
 
+        self.requests += 1
         try:
             yield
         except FileNotFoundError as exc:
@@ -399,6 +430,7 @@ class RedisTier(KeyedTier):
         if database:
             self._login.append(["SELECT", str(database)])
         self._free: deque[_Connection] = deque()
+        self.requests = 0
 
     def check(self, repository: str) -> None:
         """Check the connection, and whose prefix it is."""
@@ -467,6 +499,7 @@ class RedisTier(KeyedTier):
 
     def _ask(self, *words: str | bytes | memoryview) -> Any:
         self._check_open()
+        self.requests += 1
         try:
             connection, is_used = self._free.pop(), True
         except IndexError:

@@ -113,6 +113,10 @@ Counted = Literal[
     "failed",
     "recorded",
     "snapshots",
+    "copied",
+    "bytes_further",
+    "copies_failed",
+    "requests",
     "bytes_copied",
     "bytes_new",
     "written",
@@ -161,7 +165,9 @@ class Activity:
     on the device. ``bytes_copied`` of tensors were copied into memory, where ``bytes_new`` of them
     were new, and ``bytes_written`` went to disk; ``chunks_shared`` of what was written were there
     already. ``retries`` are writes that failed and are tried again. ``evicted`` are states that
-    were removed from memory. ``timings`` are in the order in which stages first ran.
+    were removed from memory. ``copied`` states were put onto further tiers, where
+    ``bytes_further`` were new; ``copies_failed`` are tried again, and ``requests`` were made for
+    copies. ``timings`` are in the order in which stages first ran.
     """
 
     captures: int = 0
@@ -176,6 +182,10 @@ class Activity:
     retries: int = 0
     evicted: int = 0
     snapshots: int = 0
+    copied: int = 0
+    bytes_further: int = 0
+    copies_failed: int = 0
+    requests: int = 0
     timings: tuple[Timing, ...] = ()
 
     def timing(self, stage: str) -> Timing:
@@ -221,6 +231,15 @@ COUNTERS = (
         "{capture}",
         "Captures of which a copy stayed on the device",
     ),
+    Counter("copied", "states.copied", "{state}", "States that were put onto further tiers"),
+    Counter("bytes_further", "bytes.further", "By", "Bytes that were new on further tiers"),
+    Counter(
+        "copies_failed",
+        "copies.failed",
+        "{copy}",
+        "Copies to further tiers that failed and are tried again",
+    ),
+    Counter("requests", "requests", "{request}", "Requests to further tiers for copies"),
 )
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import datastates
 from datastates import Config, Status
-from datastates.errors import Conflict, Corrupt, InvalidInput, Unavailable
+from datastates.cli.app import app
+from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from datastates.state.manifest import CHUNK_BYTES
-from datastates.storage import ObjectTier, RedisTier, Tier
+from datastates.storage import ObjectTier, RedisTier, Tier, remote
 from datastates.storage.remote import tier_of_url
 from datastates.testing import TierSuite
 from datastates.testing.states import chunks_of, numbers, payload, small, stream
+from tests.storage.test_local import flip
 from tests.support.stores import (
     AnswerStatus,
     BodyOf,
@@ -321,3 +325,92 @@ def test_a_redis_server_that_was_restarted_is_used_again(redis: RedisServer) -> 
     tier.put(small("one", 1))
     assert list(tier.uids()) == ["one"]
     tier.close()
+
+
+def invoke(folder: Path, *words: str) -> str:
+    """What the terminal shows."""
+    done = CliRunner().invoke(app, ["--repo", str(folder), *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def trained(folder: Path, url: str, steps: int) -> list[str]:
+    """The uids of states that a training put into the bucket."""
+    weight = torch.zeros(8)
+    with (
+        datastates.open(folder, config=Config(tiers=[url])) as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
+        captures = []
+        for _ in range(steps):
+            weight += 1
+            captures.append(
+                run.capture(metrics={"loss": float(weight[0])}).wait("external", PATIENCE_S)
+            )
+    return [each.uid for each in captures]
+
+
+def test_a_lineage_is_rebuilt_from_a_bucket_alone(url: str, tmp_path: Path) -> None:
+    uids = trained(tmp_path / "lost", url, 3)
+    report = datastates.reindex(tmp_path / "new", tiers=[url])
+    assert (report.states, report.restorable, report.branches) == (3, 3, 1)
+    with datastates.open(tmp_path / "new") as repo:
+        assert [state.uid for state in repo.log("main")] == uids[::-1]
+        assert repo.state("main").status is Status.EXTERNAL
+        assert repo.state("main").metrics["loss"] == 3.0
+        assert torch.equal(repo.load("main")["weight"], torch.full((8,), 3.0))
+
+
+def test_a_damaged_pack_is_repaired_from_a_bucket(url: str, tmp_path: Path) -> None:
+    trained(tmp_path / "run", url, 2)
+    for pack in (tmp_path / "run" / "packs").glob("*.safetensors"):
+        flip(pack, pack.stat().st_size - 20)
+    with datastates.open(tmp_path / "run", config=Config(tiers=[])) as repo:
+        assert repo.verify().damage
+        report = repo.repair(source=url)
+        assert report.hurt == ()
+        assert not repo.verify().damage
+
+
+def test_states_from_before_a_tier_are_copied_on_demand(url: str, tmp_path: Path) -> None:
+    weight = torch.zeros(8)
+    with (
+        datastates.open(tmp_path / "run") as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
+        first = run.capture().wait("durable", PATIENCE_S)
+        weight += 1
+        second = run.capture().wait("durable", PATIENCE_S)
+    datastates.open(tmp_path / "run", config=Config(tiers=[url])).close()
+    with datastates.open(tmp_path / "run") as repo:
+        seen = list[tuple[int, int]]()
+        one = repo.copy("main~1", to="s3", on_progress=lambda *done: seen.append(done))
+        assert (one.copied, one.left) == ((first.uid,), {})
+        rest = repo.copy(to="s3")
+        assert rest.left == {}
+        assert {repo.state(each.uid).status for each in (first, second)} == {Status.EXTERNAL}
+        assert repo.copy("main", to="s3").copied == ()
+        with pytest.raises(NotFound, match="has no tier 'gs' here"):
+            repo.copy("main", to="gs")
+        stats = repo.stats()
+        assert stats.activity.copied == 2
+        assert stats.activity.requests > 4
+        assert "2 copied to further tiers" in str(stats)
+
+
+def test_what_failed_uploads_left_is_collected_from_the_terminal(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "run", url, 1)
+    tier = tier_of_url(url)
+    assert isinstance(tier, ObjectTier)
+    tier.write("dead.0-77.safetensors", bytes(2048))
+    monkeypatch.setattr(remote, "ORPHAN_AGE", timedelta(days=-1))
+    for options in (["--dry-run"], []):
+        shown = invoke(tmp_path / "run", "gc", "--tier", "s3", *options)
+        assert "on the s3 tier: 1 pack that no state needs" in shown
+    assert not tier.holds("dead.0-77.safetensors")
+    assert "0 states copied to the s3 tier" in invoke(tmp_path / "run", "copy", "--to", "s3")
+    for uid in tier.uids():
+        with tier.open(uid) as reader:
+            reader.verify()
