@@ -45,6 +45,7 @@ def open(
     url: FilePath = "runs",
     *,
     packs: FilePath | None = None,
+    scratch: FilePath | None = None,
     memory_bytes: int | str | None = None,
     config: Config | None = None,
 ) -> Repository:
@@ -58,7 +59,10 @@ def open(
             print(repo.refs())
 
     :param url: a folder (SQLite and packs inside), or ``postgresql+psycopg://…`` with ``packs``.
-    :param packs: the folder of the packs, when the lineage is on a server.
+    :param packs: the folder of the packs, when the lineage is on a server; or the URL of a bucket
+        (``s3://bucket/run``), where every durable state is copied.
+    :param scratch: with packs in a bucket, the folder of this node for packs that are not there yet
+        and for the newest ones. Each node has its own.
     :param memory_bytes: the budget for staging and kept states, in bytes or as ``"2G"``; instead of
         the one in ``config``.
     :param config: all other settings. None takes the defaults, as changed by the environment.
@@ -69,7 +73,7 @@ def open(
     config = Config.from_environment() if config is None else config
     if memory_bytes is not None:
         config = replace(config, memory_bytes=values.size(memory_bytes, "memory_bytes"))
-    location = locate(url, packs)
+    location = locate(url, packs, scratch=scratch)
     settle()  # first finish writing what this process has just dropped
     with undisturbed():
         return Repository(location, config)

@@ -44,7 +44,7 @@ from datastates.system.memory import available_memory_bytes
 
 from .backup import Backups, back_up
 from .environment import describe_run
-from .further import check_tiers, stored_tiers
+from .further import Presence, check_tiers, tiers_of
 from .lease import (
     FOLDER,
     LEASES,
@@ -91,6 +91,7 @@ class ProcessResources:
     runner: Runner
     backups: Backups
     keeper: BackgroundRetention | None = None
+    presence: Presence | None = None
     is_shut_down: bool = False
 
     @property
@@ -155,6 +156,8 @@ class ProcessResources:
             ending.join(_FREE_S)
         else:
             self.lease.close()
+        if self.presence is not None:
+            self.presence.close()
         self.memory.close()
         self.arena.close()
         self.tiers.close()
@@ -453,9 +456,8 @@ class Core:
             )
             self.home = register_folder(location, self.database)
             packs.node = self.home.uid or ""
-            given = stored_tiers(self.database) if config.tiers is None else config.tiers
-            self.tiers = Tiers(packs, given)
-            if config.tiers is not None and self.home.read_only is None:
+            self.tiers = Tiers(packs, tiers_of(location, config, self.database))
+            if self.home.read_only is None and (config.tiers is not None or location.bucket):
                 check_tiers(self.database, self.tiers)
             self.recovered = recover(self.database, packs, self.home)
         except BaseException:
@@ -467,6 +469,8 @@ class Core:
         self.servers: list[Closable] = []
         self._engaging, self._recovering = Mutex(), Mutex()
         self._is_closed = self._is_ended = self._has_written = False
+        self.live_folders: frozenset[str] = frozenset()
+        """Other folders whose processes are seen to live. Only filled with packs in a bucket."""
 
     # --- what captures and arrivals need ----------------------------------------------------------
 
@@ -512,7 +516,10 @@ class Core:
             raise
         self.tiers.captured = memory
         backups = Backups(self.database, self.location)
-        return ProcessResources(self.database, self.tiers, lease, run, arena, runner, backups)
+        made = ProcessResources(self.database, self.tiers, lease, run, arena, runner, backups)
+        if self.location.bucket:
+            made.presence = Presence(self.database, self.home)
+        return made
 
     def runner(self) -> Runner:
         """The engine behind captures, merges and clones, made on the first call."""

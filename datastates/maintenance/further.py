@@ -4,22 +4,28 @@ what failed uploads left there."""
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from datastates.config import Config
 from datastates.errors import DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.query.names import replicas_of
 from datastates.lineage.query.retained import outstanding
-from datastates.lineage.write import attachments
+from datastates.lineage.write import attachments, runs
 from datastates.lineage.write.clones import repository_uid
 from datastates.storage.remote import ObjectTier
 from datastates.storage.tier import Tier
-from datastates.storage.tiers import Tiers, check_further
+from datastates.storage.tiers import VOLATILE, Tiers, check_further
 from datastates.system.interrupts import checkpoint
+
+from .lease import FOLDER, PackFolder
+from .location import Location
 
 if TYPE_CHECKING:
     from .core import Core
@@ -30,17 +36,25 @@ _CHECK_S = 10.0
 """A tier that does not respond for so long is checked again before the first copy, in seconds."""
 
 _LOOK_S = 0.05
+_NOTE_S = 3.0
+_OBSERVED_S = 10.0
+"""How often a process is noted to live, and how long another one waits for that, in seconds."""
 
 
-def stored_tiers(database: Database) -> list[Tier]:
-    """The tiers at the URLs with which the repository was opened before. A tier that cannot be used
-    here is left out, with a line in the log."""
-    found = list[Tier]()
+def tiers_of(location: Location, config: Config, database: Database) -> list[object]:
+    """The further tiers of a repository: its bucket, then those that were configured, or else those
+    at the URLs with which it was opened before.
+
+    A stored tier that cannot be used here is left out, with a line in the log.
+    """
+    found: list[object] = [location.bucket] if location.bucket else []
+    if config.tiers is not None:
+        return [*found, *(each for each in config.tiers if each not in found)]
     with database.read() as session:
         urls = attachments.urls(session)
     for url in urls:
         try:
-            found += check_further([url])
+            found += check_further([url]) if url not in found else ()
         except InvalidInput as exc:
             _logger.warning("a tier of this repository is not used here: %s", exc)
     return found
@@ -180,3 +194,64 @@ def named(core: Core, name: str) -> Tier:
         f"this repository has no tier {name!r} here (it has {names}): give its URL in"
         " DATASTATES_TIERS, or open the repository with Config(tiers=[…])"
     )
+
+
+class Presence:
+    """Notes in the lineage, every few seconds, that a process of a folder of packs lives, for
+    processes on other nodes. It has a thread, and does not wait for the database."""
+
+    def __init__(self, database: Database, home: PackFolder) -> None:
+        self._database, self._home, self._over = database, home, threading.Event()
+        threading.Thread(target=self._run, name="datastates-presence", daemon=True).start()
+
+    def close(self) -> None:
+        """Note nothing any more."""
+        self._over.set()
+
+    def _run(self) -> None:
+        path, host = str(self._home.path), socket.gethostname()
+        while not self._over.is_set():
+            with suppress(DatastatesError), self._database.write() as session:
+                attachments.note(session, self._home.uid or "", path=path, host=host)
+            self._over.wait(_NOTE_S)
+
+
+def live_folders(core: Core, branch: str) -> frozenset[str]:
+    """The other folders with a process that trains a branch and lives. Processes in other folders
+    that note nothing for a while count as dead, and are settled.
+
+    Only with packs in a bucket. It waits only if a training of the branch elsewhere did not end.
+    """
+    with core.database.read() as session:
+        others = {
+            str(run.config[FOLDER]): run.process or run.uid
+            for run in runs.unfinished(session, branch)
+            if run.config.get(FOLDER) not in (None, core.home.uid)
+        }
+    if not others:
+        return frozenset()
+    first, live = _seen_at(core, others), set[str]()
+    _logger.info("looks for %.0f s whether another node trains branch %s", _OBSERVED_S, branch)
+    deadline = time.monotonic() + _OBSERVED_S
+    while live != others.keys() and time.monotonic() < deadline:
+        checkpoint()
+        time.sleep(_LOOK_S)
+        now = _seen_at(core, others)
+        live |= {uid for uid in others if now.get(uid) != first.get(uid)}
+    dead = [run for uid, run in others.items() if uid not in live]
+    if dead:
+        with core.database.write(durable=True) as session:
+            moved = runs.recover(session, dead, volatile=VOLATILE)
+        for each in moved:
+            _logger.warning(
+                "branch %s goes back to state %s: its newest states were only in the memory of a"
+                " node that is gone",
+                each.branch,
+                each.new,
+            )
+    return frozenset(live)
+
+
+def _seen_at(core: Core, folders: Iterable[str]) -> dict[str, int]:
+    with core.database.read() as session:
+        return attachments.seen_at(session, folders)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
 from sqlalchemy.engine import URL, make_url
@@ -28,10 +29,12 @@ DEFAULT = "runs"
 class Location:
     """The two halves of a repository: the lineage's database and the folder of packs.
 
-    Both may still be missing."""
+    Both may still be missing. With ``bucket``, its URL, the packs are in that bucket, and the
+    folder has those that this node wrote or still needs."""
 
     database_url: str = field(repr=False)  # it may have a password
     packs: Path
+    bucket: str = ""
 
     @property
     def root(self) -> Path | None:
@@ -64,14 +67,17 @@ def locate(
     url: str | os.PathLike[str],
     packs: str | os.PathLike[str] | None = None,
     *,
+    scratch: str | os.PathLike[str] | None = None,
     must_exist: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Location:
     """The location of ``url``, which names a folder with SQLite and packs, or a PostgreSQL database
-    whose packs are in the folder ``packs``.
+    whose packs are in the folder ``packs``. If ``packs`` is the URL of a bucket, ``scratch`` is the
+    folder of this node for packs that are not there yet.
 
     Paths become absolute, so that they keep their meaning when the process changes its directory.
-    For a database server, ``packs`` falls back on ``DATASTATES_PACKS``. No file is created.
+    For a database server, ``packs`` falls back on ``DATASTATES_PACKS``. ``scratch`` falls back on
+    ``DATASTATES_SCRATCH``. No file is created.
 
     :raises InvalidInput: the url is neither, or no packs are named for a server.
     :raises NotFound: with ``must_exist``, there is no repository there.
@@ -80,11 +86,18 @@ def locate(
     text = values.path(url, "url")
     packs = None if packs is None else values.path(packs, "packs")
     environ = os.environ if environ is None else environ
-    location = (
-        _on_server(text, packs or environ.get("DATASTATES_PACKS"))
-        if "://" in text
-        else _in_folder(text, packs)
-    )
+    is_server, bucket = "://" in text, ""
+    packs = packs or (environ.get("DATASTATES_PACKS") if is_server else None)
+    scratch = scratch or environ.get("DATASTATES_SCRATCH")
+    if packs is not None and "://" in os.fspath(packs):
+        bucket, packs = os.fspath(packs), scratch or (_cache(text, packs) if is_server else None)
+    elif scratch is not None:
+        raise InvalidInput(
+            f"scratch={os.fspath(scratch)!r} is the folder for packs on their way to a bucket: give"
+            " packs='s3://bucket/run', or leave scratch out"
+        )
+    location = _on_server(text, packs) if is_server else _in_folder(text, packs)
+    location = replace(location, bucket=bucket)
     if must_exist and not location.is_present:
         raise NotFound(
             f"no repository in {location}: make one with `datastates init {logs.text(text)}`, "
@@ -167,13 +180,14 @@ def _on_server(text: str, packs: str | os.PathLike[str] | None) -> Location:
     return Location(url.render_as_string(hide_password=False), _packs_folder(packs))
 
 
+def _cache(url: str, packs: str | os.PathLike[str]) -> str:
+    """The folder of this user for packs on their way to a bucket."""
+    name = sha256(f"{url} {os.fspath(packs)}".encode()).hexdigest()[:24]
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "datastates", name)
+
+
 def _packs_folder(packs: str | os.PathLike[str]) -> Path:
-    text = os.fspath(packs)
-    if "://" in text:
-        raise InvalidInput(
-            f"packs={logs.text(text)!r}: name a folder, as object stores are not supported yet"
-        )
-    return _absolute(text)
+    return _absolute(os.fspath(packs))
 
 
 def _absolute(text: str) -> Path:

@@ -248,11 +248,13 @@ def reindex(
         folder, or has the lineage open.
     :raises NotFound: there is no folder of packs.
     """
+    location = locate(url, packs)
+    buckets = dict.fromkeys([*filter(None, [location.bucket]), *tiers])
     with undisturbed():
         return _rebuilt(
-            locate(url, packs),
+            location,
             on_progress or (lambda done, total: None),
-            [_bucket(each) for each in tiers],
+            [_bucket(each) for each in buckets],
             is_replacing=replace,
         )
 

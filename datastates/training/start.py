@@ -32,8 +32,9 @@ from datastates.lineage.write import refs, runs, segments
 from datastates.lineage.write.record import FIRST, Reduce
 from datastates.maintenance.core import Core, explain, is_elsewhere, nearest_here, nearest_kept
 from datastates.maintenance.environment import PROCESS, process_identity
+from datastates.maintenance.further import live_folders
 from datastates.maintenance.keeper import keep
-from datastates.maintenance.lease import is_alive
+from datastates.maintenance.lease import FOLDER, is_alive
 from datastates.maintenance.location import DATABASE, Location
 from datastates.maintenance.retention_pass import KEY
 from datastates.policy.computed import mtbf_of
@@ -115,7 +116,7 @@ def holders(core: Core, session: Session, branch: str, *, takeover: bool) -> lis
     """The trainings of other living processes that hold a branch, each by its rank 0.
 
     A process on another host that has another folder of packs is left out: its lease cannot be seen
-    from here.
+    from here. With packs in a bucket, it is seen in the lineage.
 
     :raises Conflict: there is one, and ``takeover`` is False.
     """
@@ -126,7 +127,11 @@ def holders(core: Core, session: Session, branch: str, *, takeover: bool) -> lis
         if (run.host, run.pid, run.config.get(PROCESS)) != here
     ]
     firsts = [run for run in others if not run.config.get(runs.RANK) and SAVES not in run.config]
-    held = [run for run in firsts if is_alive(run, core.home)]
+    held = [
+        run
+        for run in firsts
+        if is_alive(run, core.home) or run.config.get(FOLDER) in core.live_folders
+    ]
     if held and not takeover:
         raise Conflict(
             f"branch {branch!r} is held by process {held[0].pid} on {held[0].host} since"
@@ -154,6 +159,8 @@ def _file(location: Location) -> object:
 
 
 _logger = logging.getLogger(__name__)
+
+_NAMED = 10  # lost states in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,27 +207,39 @@ def origin_of(
         else:
             head = lookup.state(session, ref.state)
             begun = origin
-            origin = (
-                head if is_elsewhere(core, session, head) else nearest_here(core, session, head.uid)
-            )
+            # with packs in a bucket, the folder of a node that is gone does not come back
+            is_kept = not core.location.bucket and is_elsewhere(core, session, head)
+            origin = head if is_kept else nearest_here(core, session, head.uid)
             if origin is None:
                 raise explain(core, session, head)
             why = None if origin.uid == head.uid else explain(core, session, head)
+            lost = () if why is None else _between(session, head.uid, origin.uid)
     if ref is None:
         return StartPoint(origin, is_fork=True)
     if origin.uid != ref.state:
         back = event("branch.moved_back", branch=branch, state=origin.uid, reason=str(why))
         _logger.warning(
-            "branch %s goes back to state %s (step %d): %s",
+            "branch %s goes back to state %s (step %d): %s. Lost: %s",
             branch,
             origin.uid[:10],
             origin.step,
             why,
+            ", ".join(uid[:10] for uid in lost[:_NAMED]) + ", …" * (len(lost) > _NAMED),
             extra=back,
         )
         with core.writing() as session:
             refs.move(session, branch, origin.uid, expected=ref.state)
     return StartPoint(origin, is_beyond=begun is None or begun.uid != origin.uid)
+
+
+def _between(session: Session, head: str, origin: str) -> list[str]:
+    """The first parents from ``head`` on, newest first, up to ``origin`` without it."""
+    found = [head]
+    while (parents := lookup.state(session, found[-1]).parents) and parents[0] != origin:
+        found.append(parents[0])
+        if len(found) > _NAMED:
+            break
+    return found
 
 
 def check_origin(
@@ -585,6 +604,8 @@ def _start_point(core: Core, terms: Terms) -> tuple[str, StartPoint]:
 
 
 def _origin(core: Core, terms: Terms) -> StartPoint:
+    if core.location.bucket:
+        core.live_folders = live_folders(core, terms.branch)
     return origin_of(
         core,
         terms.branch,

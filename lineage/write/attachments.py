@@ -234,6 +234,12 @@ def urls(session: Session) -> list[str]:
     return list(session.execute(_URLS).scalars())
 
 
+def seen_at(session: Session, uids: Iterable[str]) -> dict[str, int]:
+    """When each of these folders was last seen, in microseconds since the epoch of its host."""
+    rows = session.execute(_SEEN_AT, {"uids": list(uids)})
+    return {row.uid: row.seen_at for row in rows}
+
+
 def of_state(session: Session, uid: str) -> list[Folder]:
     """The folders that hold a state's bytes, as they were reported. Tiers with URLs are left out.
 
@@ -246,6 +252,9 @@ def of_state(session: Session, uid: str) -> list[Folder]:
 _GET = select(FOLDER).where(FOLDER.c.uid == bindparam("wanted"))
 _is_url = FOLDER.c.path.like("%://%")
 _URLS = select(FOLDER.c.path).where(_is_url).order_by(FOLDER.c.seen_at, FOLDER.c.uid)
+_SEEN_AT = select(FOLDER.c.uid, FOLDER.c.seen_at).where(
+    FOLDER.c.uid.in_(bindparam("uids", expanding=True))
+)
 _AT = select(FOLDER.c.uid).where(FOLDER.c.path == bindparam("seen"))
 _OF_STATE = (
     select(FOLDER)
