@@ -125,7 +125,7 @@ class Ours(Method):
 
     def finish(self) -> None:
         for index, capture in enumerate(self._captures):
-            due = self._durable_every is not None and index % self._durable_every == 0
+            due = self._durable_every is not None and (index + 1) % self._durable_every == 0
             capture.wait("durable" if due else "captured")
 
     def close(self) -> None:

@@ -643,7 +643,7 @@ class CopiedStates(Ours):
 
     def finish(self) -> None:
         super().finish()
-        for capture in self._captures[::EVERY]:
+        for capture in self._captures[EVERY - 1 :: EVERY]:
             capture.wait("external")
 
     def close(self) -> None:
@@ -671,7 +671,7 @@ class OtherProcess(Ours):
         self._wait()
 
     def capture(self) -> None:
-        if len(self._captures) % EVERY == 0:
+        if (len(self._captures) + 1) % EVERY == 0:
             assert self._process.stdin is not None
             self._process.stdin.write("upload\n")
             self._process.stdin.flush()
