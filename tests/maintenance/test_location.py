@@ -113,9 +113,16 @@ def test_files_are_refused(tmp_path: Path) -> None:
         locate(tmp_path / "notes.txt")
 
 
-def test_object_stores_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="not supported yet"):
-        locate(tmp_path, "s3://bucket/packs")
+def test_packs_in_a_bucket_have_a_folder_of_this_node(tmp_path: Path) -> None:
+    url, server = "s3://bucket/packs", "postgresql://host/lineage"
+    assert locate(tmp_path, url).packs == tmp_path / "packs"
+    assert locate(tmp_path, url, scratch=tmp_path / "fast").packs == tmp_path / "fast"
+    environ = {"DATASTATES_PACKS": url, "DATASTATES_SCRATCH": str(tmp_path / "set")}
+    assert locate(server, environ=environ).packs == tmp_path / "set"
+    own = locate(server, url).packs
+    assert own.is_absolute()
+    assert own == locate(server, url).packs != locate(server, f"{url}-2").packs
+    assert {locate(tmp_path, url).bucket, locate(server, environ=environ).bucket} == {url}
 
 
 def test_missing_repository_names_the_next_step(tmp_path: Path) -> None:
