@@ -23,6 +23,7 @@ from datastates.storage.remote import ObjectTier
 from datastates.storage.tier import Tier
 from datastates.storage.tiers import VOLATILE, Tiers, check_further
 from datastates.system.interrupts import checkpoint
+from datastates.system.threads import Latch
 
 from .lease import FOLDER, PackFolder
 from .location import Location
@@ -201,7 +202,7 @@ class Presence:
     processes on other nodes. It has a thread, and does not wait for the database."""
 
     def __init__(self, database: Database, home: PackFolder) -> None:
-        self._database, self._home, self._over = database, home, threading.Event()
+        self._database, self._home, self._over = database, home, Latch()
         threading.Thread(target=self._run, name="datastates-presence", daemon=True).start()
 
     def close(self) -> None:
