@@ -34,7 +34,7 @@ from datastates.errors import (
 from datastates.lineage.states import Status
 from datastates.state.digest import MAX_MANIFEST, Sound, tensors_of
 from datastates.state.manifest import Manifest
-from datastates.system.logs import is_secret
+from datastates.system import logs
 
 from .dedup import PutPlan, places_of, plan_put, readable
 from .durable_files import TEMPORARY, next_step
@@ -663,8 +663,8 @@ def tier_of_url(url: str) -> Tier:
     """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query))
-    secret = next((key for key in options if is_secret(key)), None)
-    if secret or parts.password:
+    secret = next((key for key in options if logs.is_secret(key)), None)
+    if secret or parts.password or logs.text(url) != url:
         raise InvalidInput(
             f"a URL of a tier contains a secret ({secret or 'a password'}): URLs are stored, so put"
             " it into the environment, as AWS_SECRET_ACCESS_KEY or REDISCLI_AUTH"

@@ -48,6 +48,12 @@ class Tiers:
 
     def __init__(self, durable: LocalTier, further: Sequence[object] = ()) -> None:
         self.durable, self.further = durable, check_further(further)
+        for tier in self.further:
+            if isinstance(tier, LocalTier) and tier.root.samefile(durable.root):
+                raise InvalidInput(
+                    f"the {tier.name} tier is {tier.root}, the repository's own folder of packs:"
+                    " give another folder, or none"
+                )
         self.captured: MemoryTier | None = None
 
     def __iter__(self) -> Iterator[Tier]:

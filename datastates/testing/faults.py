@@ -217,6 +217,10 @@ class WrappedTier(Tier):
         """Calls the inner tier."""
         return self.inner.uids()
 
+    def check(self, repository: str) -> None:
+        """Calls the inner tier."""
+        self.inner.check(repository)
+
     def remove(self, uid: str) -> int:
         """Calls the inner tier.
 

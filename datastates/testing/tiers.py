@@ -12,6 +12,7 @@ import torch
 
 from datastates.errors import Closed, Corrupt, InvalidInput, NotFound
 from datastates.state.manifest import CHUNK_BYTES
+from datastates.storage.keyed import KeyedTier
 from datastates.storage.tier import Payload, SupportsRemoval, Tier
 
 from .states import chunks_of, lengths, numbers, part, payload, small, stream
@@ -350,6 +351,29 @@ class TierSuite(ABC):
             with pytest.raises(NotFound):
                 tier.open_part("both", rank)
         assert list(tier.uids()) == ["one"]
+
+    def test_objects_are_found_under_their_keys(self, tier: Tier) -> None:
+        if not isinstance(tier, KeyedTier):
+            pytest.skip("this tier has no objects under keys")
+        key, data = "probe/object", b"0123456789"
+        assert not tier.holds(key)
+        for read in (lambda: tier.read(key), lambda: tier.read_range(key, 2, 3)):
+            with pytest.raises(KeyError):
+                bytes(read())
+        assert tier.write_new(key, data)
+        assert not tier.write_new(key, b"other")
+        assert tier.holds(key)
+        assert bytes(tier.read(key)) == data
+        assert bytes(tier.read_range(key, 3, 4)) == data[3:7]
+        assert key in set(tier.keys("probe/"))
+        tier.delete(key)
+        assert tier.holds(key) == (type(tier).delete is KeyedTier.delete)
+        assert list(tier.uids()) == []
+
+    def test_a_check_leaves_no_state(self, tier: Tier) -> None:
+        for _ in range(2):
+            tier.check("0123456789ab" * 2)
+        assert list(tier.uids()) == []
 
     def test_closing_twice_is_fine_and_use_after_it_is_refused(self, tier: Tier) -> None:
         tier.put(small("late", 1))

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -554,3 +555,29 @@ def test_a_full_disk_may_drop_states_that_wait_and_says_which(
         assert len(gone) >= 2
         assert gone == {*uids[1 : 1 + len(gone)]}
         assert {*slow.uids()} == {*uids, last.uid} - gone
+
+
+def test_the_repository_s_own_folder_is_no_further_tier(tmp_path: Path) -> None:
+    datastates.open(tmp_path / "run").close()
+    url = f"file://{tmp_path}/run/packs"
+    with pytest.raises(InvalidInput, match="the repository's own folder of packs"):
+        datastates.open(tmp_path / "run", config=Config(tiers=[url]))
+    with pytest.raises(InvalidInput, match="the repository's own folder of packs"):
+        datastates.open(tmp_path / "run", packs=url)
+
+
+def test_copies_keep_to_their_rate(tmp_path: Path) -> None:
+    url, weight = f"file://{tmp_path}/share", torch.zeros(16 << 10)
+    config = Config(tiers=[url], copy_bytes_per_s=64 << 10)
+    with (
+        datastates.open(tmp_path / "run", config=config) as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
+        began = time.monotonic()
+        for _ in range(3):
+            weight += 1
+            last = run.capture()
+        assert time.monotonic() - began < 1, "captures do not wait"
+        last.wait("external", PATIENCE_S)
+        assert time.monotonic() - began > 1.5, "the second and the third wait for a second each"
+        repo.core.runner().drain()

@@ -33,8 +33,11 @@ class TestBucketTier(TierSuite):
     ) -> None:
         tier.put(small("half", 1, 2))
         del self.objects[next(key for key in self.objects if key.startswith("chunk/"))]
-        with pytest.raises(Corrupt, match="state half is damaged on the bucket tier"):
-            tier.open("half")
+        with (
+            tier.open("half") as reader,
+            pytest.raises(Corrupt, match="state half is damaged on the bucket tier"),
+        ):
+            reader.verify()
         self.objects["state/torn"] = b"\x93"
         with pytest.raises(Corrupt, match="state torn is damaged"):
             tier.open("torn")

@@ -68,6 +68,7 @@ class TestFolder(TierSuite):
         ("s3://", "no URL of a tier"),
         ("s3://bucket/run?secret_access_key=abcd1234", "contains a secret"),
         ("redis://me:abcd1234@host/0", "contains a secret"),
+        ("s3://bucket/run?endpoint=https://me:abcd1234@host", "contains a secret"),
         ("s3://bucket/run?colour=red", "colour"),
         ("redis://host/zero", "no URL of a tier"),
         ("redis://host/0?colour=red", "colour"),
