@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from datastates.errors import (
+    Closed,
     Conflict,
     Corrupt,
     DatastatesError,
@@ -37,7 +38,8 @@ from datastates.state.manifest import Manifest
 from datastates.storage.dedup import places_of
 from datastates.storage.durable_files import Pace
 from datastates.storage.local import LocalTier
-from datastates.storage.tier import Payload, SupportsManifests, Tier
+from datastates.storage.memory import MemoryTier
+from datastates.storage.tier import Payload, Reader, SupportsManifests, Tier
 from datastates.storage.tiers import payload_of
 from datastates.system.files import hold
 from datastates.system.interrupts import Mutex
@@ -51,6 +53,10 @@ _logger = logging.getLogger(__name__)
 
 CLOSING_S = 5.0
 """The seconds after which no further copy begins when a training or repository is closed."""
+
+_MEMORY_SHARE = 8
+"""A state is copied from memory if it takes at most this part of the memory: it stays there until
+it is copied."""
 
 _MOVING_S = 2.0
 """A copy that moved bytes within this time, in seconds, is waited for when a training is closed."""
@@ -104,11 +110,14 @@ class Copies:
         folder: str = "",
         bytes_per_s: int | None = None,
         recorder: Recorder | None = None,
+        memory: MemoryTier | None = None,
     ) -> None:
         self._statuses = [tier.gives for tier in (durable, *further)]
         recorder = recorder or Recorder()
         self._each = [
-            _TierCopies(tier, durable, database, on_done, patience_s, folder, bytes_per_s, recorder)
+            _TierCopies(
+                tier, durable, database, on_done, patience_s, folder, bytes_per_s, recorder, memory
+            )
             for tier in further
         ]
 
@@ -204,8 +213,9 @@ class _TierCopies:
         folder: str,
         bytes_per_s: int | None,
         recorder: Recorder,
+        memory: MemoryTier | None,
     ) -> None:
-        self._recorder = recorder
+        self._recorder, self._memory = recorder, memory
         self.tier, self._durable, self._database = tier, durable, database
         self._folder = folder
         self._pace = None if bytes_per_s is None else Pace(bytes_per_s)
@@ -455,7 +465,8 @@ class _TierCopies:
             self._is_checked = True
         for rank in copy.ranks:
             try:
-                reader = self._durable.open_part(copy.uid, rank)
+                placed_here = self._durable.sound(copy.uid, rank).manifest
+                reader = self._open(placed_here)
             except NotFound:
                 self._under_way = None
                 self.drop(copy.uid)
@@ -469,9 +480,9 @@ class _TierCopies:
                     )
                 self._under_way = copy.uid
                 self._moved_at = time.monotonic()
-                base = self._base(reader.manifest)
+                base = self._base(placed_here)
                 placed = tier.put(self._watched(payload_of(reader)), base=base)
-                self._last[rank] = reader.manifest, placed.manifest
+                self._last[rank] = placed_here, placed.manifest
                 self._recorder.count("bytes_further", placed.bytes_new)
             if not tier.has_part(copy.uid, rank):  # what a store cannot confirm does not count
                 raise Unavailable(
@@ -499,6 +510,16 @@ class _TierCopies:
             return False
         copy.reach(now)
         return True
+
+    def _open(self, placed: Manifest) -> Reader:
+        """A part from memory if it is still there and takes little of it, which costs no read of
+        the disk; else from the folder."""
+        uid, rank = placed.origin.uid, placed.origin.rank
+        size = sum(chunk.length for chunk in placed.content.chunks)
+        if self._memory is not None and size * _MEMORY_SHARE <= self._memory.capacity:
+            with suppress(NotFound, Closed):
+                return self._memory.open_part(uid, rank)
+        return self._durable.open_part(uid, rank)
 
     def _watched(self, payload: Payload) -> Payload:
         """The payload; reading one of its chunks shows that the copy moves."""

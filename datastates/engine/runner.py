@@ -115,6 +115,7 @@ class Runner:
             context.folder,
             config.copy_bytes_per_s,
             self.recorder,
+            memory,
         )
         locked = LockedEngine(self._engine, self._lock, self._changed, self._post)
         self.in_flight = InFlight(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from threading import Lock
+from typing import ClassVar
 
 import msgspec
 from blake3 import blake3
@@ -69,29 +70,37 @@ class RemoteReader(HeldReader):
         *,
         source: str,
         verify: bool = True,
+        at_once: int = REQUESTS,
     ) -> None:
         super().__init__(manifest, [b""] * len(manifest.content.chunks), source=source)
         self._fetch, self._follows, self._verifies = fetch, follows, verify
+        self._at_once = at_once
         self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._queue: deque[list[int]] = deque()
         self._coming: dict[int, tuple[Future[Sequence[bytes | memoryview]], int]] = {}
         self._coming_bytes = 0
-        self._latest: dict[int, memoryview] = {}
+        self._kept: dict[int, memoryview] = {}
+        self._first: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        """The first and the last time that each chunk will be used, as far as that was said."""
+        self._now = self._planned = 0
         self._lying: dict[int, memoryview] = {}
 
     def chunk(self, index: int) -> memoryview:
         """One chunk, from a request that was made ahead or from one made now."""
         self._check_open()
-        view = self._latest.get(index)
+        view = self._kept.get(index)
         if view is None:
             view = self._received(index)
             if self._verifies:
                 self._verify(index, view)
-            latest = {**self._latest, index: view}
-            while len(latest) > _KEPT:
-                del latest[next(iter(latest))]
-            self._latest = latest
+            with self._lock:
+                self._now = max(self._now, self._first.get(index, 0))
+                self._kept[index] = view
+                for each in list(self._kept)[:-_KEPT]:
+                    if self._last.get(each, -1) < self._now:
+                        del self._kept[each]
             self._request()
         return view
 
@@ -116,9 +125,13 @@ class RemoteReader(HeldReader):
         lengths = self.manifest.content.chunks
         with self._lock:
             known = {*self._coming, *(index for run in self._queue for index in run)}
+            for position, index in enumerate(chunks, self._planned):
+                self._first.setdefault(index, position)
+                self._last[index] = position
+            self._planned += len(chunks)
             size = 0
             for index in dict.fromkeys(chunks):
-                if index in known or index in self._latest:
+                if index in known or index in self._kept:
                     continue
                 run = self._queue[-1] if self._queue else []
                 size += lengths[index].length
@@ -136,7 +149,7 @@ class RemoteReader(HeldReader):
         with self._lock:
             self._queue.clear()
             self._coming.clear()
-            self._latest, self._lying = {}, {}
+            self._kept, self._lying = {}, {}
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -150,7 +163,7 @@ class RemoteReader(HeldReader):
                 and (index is not None or self._coming_bytes < AHEAD_BYTES)
             ):
                 if self._pool is None:
-                    self._pool = ThreadPoolExecutor(REQUESTS, "datastates-fetch")
+                    self._pool = ThreadPoolExecutor(self._at_once, "datastates-fetch")
                 run = self._queue.popleft()
                 future = self._pool.submit(self._fetch, run)
                 for number, each in enumerate(run):
@@ -189,10 +202,11 @@ class KeyedTier(Tier):
     its own key, which looks like any other key to the subclass.
 
     ``holds``, ``read_range``, ``write_new`` and ``delete`` have defaults. Override them where the
-    store has a request for that.
+    store has a request for that. A reader makes ``requests_at_once``.
     """
 
     holds_parts = True
+    requests_at_once: ClassVar[int] = REQUESTS
 
     def __init__(self) -> None:
         self._lock, self._is_closed, self._is_checked = Lock(), False, False
@@ -327,7 +341,9 @@ class KeyedTier(Tier):
                     " another state"
                 ) from exc
 
-        return RemoteReader(manifest, fetch, source=place, verify=verify)
+        return RemoteReader(
+            manifest, fetch, source=place, verify=verify, at_once=self.requests_at_once
+        )
 
     def has(self, uid: str) -> bool:
         """Whether a state is here; if it has several parts, the part of rank 0."""

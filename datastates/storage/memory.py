@@ -103,6 +103,11 @@ class MemoryTier(Tier):
         self._is_closed = False
         self._lock = Mutex()
 
+    @property
+    def capacity(self) -> int:
+        """The bytes that fit in all."""
+        return self._arena.capacity
+
     def adopt(self, manifest: Manifest, slots: list[int]) -> Placed:
         """Take over slots that were acquired and filled here, one for each chunk in order; the
         caller must not write to them again.

@@ -210,11 +210,14 @@ def _flat_reading(reader: Reader, start: int, length: int, is_borrowing: bool) -
 def over(view: memoryview) -> torch.Tensor:
     """The bytes of ``view`` as a tensor over its memory.
 
-    If that is read-only, which torch cannot express, callers must not write."""
+    If that is read-only, which torch cannot express, callers must not write. The memory lives as
+    long as the tensor."""
     if not view.readonly:
         return torch.frombuffer(view, dtype=torch.uint8)
     address = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    return torch.frombuffer((ctypes.c_ubyte * view.nbytes).from_address(address), dtype=torch.uint8)
+    memory: Any = (ctypes.c_ubyte * view.nbytes).from_address(address)
+    memory.owner = view
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 # Reads boxes of tensors from their shards, however these are cut. It reads each chunk that has a

@@ -409,6 +409,8 @@ class RedisTier(KeyedTier):
     states last as long as the server keeps them: configure its persistence, and no eviction.
     """
 
+    requests_at_once = 2  # one thread of the server answers all of them
+
     def __init__(
         self,
         host: str,

@@ -135,11 +135,10 @@ class Tiers:
 def payload_of(reader: Reader) -> Payload:
     """The payload of an open reader, to put elsewhere. Each access reads and checks the chunk. It
     has no places."""
-    return Payload(
-        msgspec.structs.replace(reader.manifest, packs=(), refs=()),
-        SealedChunks(reader),
-        is_on_demand=True,
-    )
+    manifest = msgspec.structs.replace(reader.manifest, packs=(), refs=())
+    if reader.is_waited_for:  # a file, which may change between two reads of a chunk
+        return Payload(manifest, SealedChunks(reader), is_on_demand=True)
+    return Payload(manifest, [reader.chunk(index) for index in range(len(manifest.content.chunks))])
 
 
 def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:

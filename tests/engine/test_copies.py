@@ -177,8 +177,13 @@ def test_a_tier_that_ends_its_thread_does_not(
 
 
 def test_a_state_that_has_rotted_is_not_put_further_and_holds_up_no_other(
-    repo: Repository, run: Tracker, archive: Failing, model: torch.nn.Module
+    repo: Repository,
+    run: Tracker,
+    archive: Failing,
+    model: torch.nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(copies, "_MEMORY_SHARE", 1 << 40)  # states are read from the folder
     archive.is_away = True
     rotten = run.capture()
     rotten.wait("durable", PATIENCE_S)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import datastates
+from datastates.storage.reading import over
 
 
 @pytest.mark.parametrize("only", [None, ["second"], ["second", "third"]], ids=str)
@@ -26,3 +30,16 @@ def test_tied_tensors_are_one_tensor_whether_or_not_the_first_of_them_is_wanted(
     ]
     assert torch.equal(found[0], weight)
     assert all(tensor is found[0] for tensor in found)
+
+
+def test_a_tensor_over_memory_keeps_it_alive() -> None:
+    memory = np.arange(100, dtype=np.uint8)
+    known = weakref.ref(memory)
+    tensor = over(memory.data.toreadonly())
+    del memory
+    gc.collect()
+    assert known() is not None
+    assert tensor[99] == 99
+    del tensor
+    gc.collect()
+    assert known() is None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ import safetensors.torch
 import torch
 from obstore.store import MemoryStore
 
+import datastates
+from datastates import Config
 from datastates.errors import Conflict, Corrupt, InvalidInput
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage import FolderTier, ObjectTier, remote
+from datastates.storage.keyed import RemoteReader
 from datastates.storage.local import LocalTier
 from datastates.storage.remote import tier_of_url
 from datastates.storage.tier import Tier
@@ -137,3 +141,42 @@ def test_packs_that_no_manifest_needs_are_orphans_after_a_day(
     assert tier.orphans() == {}
     monkeypatch.setattr(remote, "ORPHAN_AGE", timedelta(days=-1))
     assert tier.orphans() == {"dead.0-77.safetensors": 8}
+
+
+def test_each_chunk_is_requested_once_though_tensors_share_it() -> None:
+    state, requested = small("s", *range(8)), list[int]()
+
+    def fetch(indices: Sequence[int]) -> list[memoryview]:
+        requested.extend(indices)
+        return [state.chunks[index] for index in indices]
+
+    order = [0, 1, 2, 0, 3, 4, 0, 5, 6, 7]
+    with RemoteReader(state.manifest, fetch, lambda one, other: True, source="here") as reader:
+        reader.ahead(order)
+        for index in order:
+            assert reader.chunk(index) == state.chunks[index]
+        assert sorted(requested) == list(range(8))
+        assert reader.chunk(0) == state.chunks[0]
+        assert requested.count(0) == 2, "nobody said that it is used again, so it was dropped"
+
+
+def test_a_state_of_many_chunks_comes_back_from_a_bucket(tmp_path: Path) -> None:
+    store = MemoryStore()
+    layers = [torch.nn.Linear(1500, 700), *(torch.nn.Linear(8, 8) for _ in range(20))]
+    model = torch.nn.Sequential(*(layer for _ in range(4) for layer in layers))
+    expected = {name: each.clone() for name, each in model.state_dict().items()}
+    with (
+        datastates.open(tmp_path / "run", config=Config(tiers=[ObjectTier(store)])) as repo,
+        repo.track(model=model, rng=False) as run,
+    ):
+        run.capture().wait("external", 60)
+    for path in (tmp_path / "run" / "packs").glob("*.*.*"):
+        path.unlink()
+    with datastates.open(tmp_path / "run", config=Config(tiers=[ObjectTier(store)])) as repo:
+        for read in (repo.load, partial(repo.restore, model=model)):
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.zero_()
+            found = read("main")
+            values = found["model"] if isinstance(found, dict) else model.state_dict()
+            assert all(torch.equal(values[name], each) for name, each in expected.items())
