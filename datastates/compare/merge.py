@@ -47,7 +47,7 @@ from datastates.state.report import Selection, write_tensor
 from datastates.state.skeleton import carve
 from datastates.storage.reading import read_flat
 from datastates.storage.tier import Reader
-from datastates.system.interrupts import undisturbed
+from datastates.system.interrupts import checkpoint, undisturbed
 from datastates.values import Value
 
 from .diff import check_numeric
@@ -301,6 +301,7 @@ class Blend:
             if spec.alias is None
         ]
         for _, index in sorted(stored):
+            checkpoint()
             yield self.carved.specs[index], self._flat(index)
 
     def compare(self, reader: Reader, state: State) -> None:
@@ -491,7 +492,7 @@ def merge(
         # the newest is the first parent: its counters fit where the average stands
         states = states[::-1]
     _check_names(core, names.into, names.tag, states[0], recipe)
-    with Blend(core, recipe, states) as blend:
+    with undisturbed(), Blend(core, recipe, states) as blend:
         made = _make(
             core, blend, into=names.into, message=names.message, attributes=recipe.attributes()
         )
@@ -517,7 +518,7 @@ def verify_merge(core: Core, rev: str | State) -> State:
                 f"state {state.uid}: the weights of its edges are not those of its recipe,"
                 f" {recipe.weights}"
             )
-        with Blend(core, recipe, parents) as blend:
+        with undisturbed(), Blend(core, recipe, parents) as blend:
             blend.compare(reader, state)
     return state
 

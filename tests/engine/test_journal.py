@@ -289,7 +289,7 @@ def test_what_is_kept_to_be_told_again_is_bounded_although_nothing_becomes_durab
     repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "_MOST_GONE", 5)
-    run, weight = begin(repo)
+    run, weight = begin(repo, CHUNK_BYTES // 4)  # four fit into memory
     capture(run, weight, 40)
     repo.flush()
     assert len(repo.core.engage().runner.outbox._recorded) <= 4 + 5 + 4

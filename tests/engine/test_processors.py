@@ -343,7 +343,9 @@ def test_an_interrupt_while_a_processor_is_slow_loses_no_state_and_gives_up_what
     host = repo.core.runner()
     drain = host.drain
 
-    def interrupted(on_wait: Callable[[int], None] | None = None) -> None:
+    def interrupted(
+        on_wait: Callable[[int], None] | None = None, *, copies_s: float | None = None
+    ) -> None:
         def wait_and_raise(pending: int) -> None:
             assert pending == 3
             raise KeyboardInterrupt

@@ -85,8 +85,8 @@ def mounted(folder: Path, *what: str) -> Iterator[Path]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """20 MiB in memory."""
-    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=20m", "tmpfs") as folder:
+    """40 MiB in memory."""
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=40m", "tmpfs") as folder:
         yield folder
 
 
@@ -108,7 +108,12 @@ def ext4(tmp_path: Path) -> Iterator[Path]:
 
 
 def config(*, every: int = 2, memory: int = 16) -> Config:
-    return Config(memory_bytes=memory * CHUNK_BYTES, durable_interval_s=None, durable_every=every)
+    return Config(
+        memory_bytes=memory * CHUNK_BYTES,
+        durable_interval_s=None,
+        durable_every=every,
+        retention="all",
+    )
 
 
 def check(folder: Path | str, job: Job, promised: set[str], packs: Path | None = None) -> None:
