@@ -251,14 +251,14 @@ def test_nothing_depends_on_the_index(tmp_path: Path, wreck: Callable[[Path], No
 
 
 def test_no_flip_in_the_index_changes_what_is_stored(tmp_path: Path) -> None:
-    """All positions of three entries (in the gate a twelfth of them): some say that a chunk lies
-    within or behind another one."""
+    """All positions of four entries, one of them of the state (in the gate a twelfth of them): some
+    say that a chunk lies within or behind another one."""
     tier = LocalTier(tmp_path)
     tier.put(big("a", 1, 2, 3))
     path = tmp_path / ".chunks"
     whole = path.read_bytes()
     starts = sorted({at - at % 64 for at, byte in enumerate(whole) if byte})
-    assert len(starts) == 3
+    assert len(starts) == 4
     for at in part(start + byte for start in starts for byte in range(64)):
         flip(path, at, 1 << at % 8)
         tier.put(big("b", 1, 2, 3))

@@ -32,7 +32,8 @@ def threads_that_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read = MappedReader._read
 
     def noting(self: MappedReader, index: int, into: memoryview) -> None:
-        names.append(threading.current_thread().name)
+        if (name := threading.current_thread().name).startswith("datastates-read"):
+            names.append(name)
         read(self, index, into)
 
     monkeypatch.setattr(MappedReader, "_read", noting)
