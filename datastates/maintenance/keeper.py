@@ -183,7 +183,7 @@ class Keeper:
         """Begin a pass because the disk is full, so that the next write may find free space; called
         on the thread that wrote."""
         with self._lock:
-            if self._is_due():
+            if self._is_due() and self._thread is None:
                 self._context = replace(self._context, is_full=True)
                 self._begin()
 
@@ -215,7 +215,7 @@ class Keeper:
 
         Does not wait for a disk that stalls."""
         if self._added and self._is_due() and self._thread is None:
-            self._context = replace(self._context, runner=None)
+            self._context = replace(self._context, runner=None, is_full=False)
             since = time.monotonic()
             self._start(lambda: self._try(lambda: time.monotonic() - since > _LAST_S))
             self._join()
@@ -265,7 +265,8 @@ class Keeper:
 
     def _pass(self, is_over: Callable[[], bool]) -> Pruned | None:
         """Look, decide and drop; returns None while another process prunes the folder."""
-        context = self._context
+        with self._lock:  # only this pass may drop states that wait for their copies
+            context, self._context = self._context, replace(self._context, is_full=False)
         with prune_lock(context.home.path, 0.0) as held:
             if held is None:
                 return None
@@ -282,7 +283,6 @@ class Keeper:
                 context, held, found, policies, self._decided(found, policies), is_over=is_over
             )
         with self._lock:
-            self._context = replace(self._context, is_full=False)
             self._taken = sum(
                 {
                     name: size for files in context.durable.files().values() for name, size in files

@@ -586,3 +586,36 @@ def test_copies_keep_to_their_rate(tmp_path: Path) -> None:
         last.wait("external", PATIENCE_S)
         assert time.monotonic() - began > 1.5, "the second and the third wait for a second each"
         repo.core.runner().drain()
+
+
+def test_a_disk_that_was_full_drops_nothing_once_it_has_room_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LEAST_S", 3600.0)
+    away, weight = Failing(), torch.zeros(8)
+    away.is_away = True
+    config = Config(tiers=[away], retention="latest:1", memory_bytes=32 << 20)
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        FaultyDisk(tmp_path / "packs") as disk,
+        repo.track(weight=weight, rng=False) as run,
+    ):
+        uids = []
+        for _ in range(6):
+            weight += 1
+            uids.append(run.capture().wait("durable", PATIENCE_S).uid)
+        disk.fail(errno.ENOSPC)
+        weight += 1
+        last = run.capture()
+        last.wait("captured", PATIENCE_S)
+        repo.tag("wanted", last.uid)
+        kept = repo.core.engage().keeper
+        assert isinstance(kept, keeper.Keeper)
+        assert Notifier().wait_for(lambda: kept.error is not None, PATIENCE_S)  # nothing is removed
+        disk.mend()
+        last.wait("durable", PATIENCE_S)
+    named = {uid for uid in uids if f"state {uid} left the disk before it was" in caplog.text}
+    assert named
+    with datastates.open(tmp_path, config=Config(tiers=[])) as repo:
+        gone = {uid for uid in uids if repo.state(uid).status is Status.EVICTED}
+    assert gone == named, "the last pass, on a disk with room, dropped others without a word"
