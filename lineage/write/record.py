@@ -92,6 +92,9 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
         _check(new)
     if not news:
         return []
+    begins = _first_to_inherit(news)
+    if begins is not None:
+        return [*record_all(session, news[:begins]), *record_all(session, news[begins:])]
     segments.lock(
         session,
         {new.facts.branch for new in news if new.facts.branch is not None},
@@ -126,6 +129,18 @@ def check(new: NewState) -> None:
 
 
 # The steps of record_all
+
+
+def _first_to_inherit(news: Sequence[NewState]) -> int | None:
+    """The first state on a branch whose parent comes before it without a branch. The branch takes
+    the parent into its segment, so the parent must be recorded first."""
+    free: set[str | None] = set()
+    for number, new in enumerate(news):
+        if new.facts.branch is None:
+            free.add(new.uid)
+        elif new.facts.parent in free:
+            return number
+    return None
 
 
 def _check(new: NewState) -> None:
