@@ -51,6 +51,7 @@ from datastates.storage.local import LocalTier
 from datastates.storage.tiers import CAPTURED, DURABLE, VOLATILE
 from datastates.system.files import FileLock, hold
 from datastates.system.interrupts import undisturbed
+from datastates.system.logs import event
 
 from .core import Core
 from .lease import FOLDER, TIERS, PackFolder, check_idle
@@ -479,15 +480,26 @@ def _drop(
         held.write("\n".join(each.fact.uid for each in batch))
     with context.database.write(durable=True) as session:
         tier, node = context.durable.name, context.home.check_writable()
+        awaiting = retained.awaiting_copy(session, free, tier=tier, node=node, keys=(FOLDER, TIERS))
         uids = withdraw_all(
             session, free, tier=tier, node=node, volatile=VOLATILE, holder=context.holder
         )
+    for id_, each in zip(ids, batch, strict=True):
+        uid = each.fact.uid
+        # what waits in this process is named where it waits
+        if id_ in awaiting and uid in uids and not _is_waiting(context.runner, uid):
+            said = f"state {uid} left the disk before it was copied to the {awaiting[id_]} tier"
+            _logger.warning("%s", said, extra=event("copy.dropped", tier=awaiting[id_], state=uid))
     if context.runner is not None:
         # before the files go: the lineage has decided, whatever the disk does
         context.runner.withdrawn(uids)
     _remove(context, uids, _packs_of(name for each in batch for name, _ in each.fact.files))
     held.write("")
     return uids
+
+
+def _is_waiting(runner: Runner | None, uid: str) -> bool:
+    return runner is not None and runner.copies.awaited_by(uid) is not None
 
 
 def _finish(context: PruneContext, held: FileLock) -> None:

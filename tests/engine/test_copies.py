@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -619,3 +620,39 @@ def test_a_disk_that_was_full_drops_nothing_once_it_has_room_again(
     with datastates.open(tmp_path, config=Config(tiers=[])) as repo:
         gone = {uid for uid in uids if repo.state(uid).status is Status.EVICTED}
     assert gone == named, "the last pass, on a disk with room, dropped others without a word"
+
+
+def test_a_process_without_the_tier_names_the_states_that_a_full_disk_drops(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LEAST_S", 3600.0)
+    away, weight, uids = Failing(), torch.zeros(8), []
+    away.is_away = True
+    config = Config(tiers=[away], retention="latest:1", memory_bytes=32 << 20)
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
+        for _ in range(6):
+            weight += 1
+            uids.append(run.capture().wait("durable", PATIENCE_S).uid)
+    with (
+        datastates.open(tmp_path, config=replace(config, tiers=[])) as repo,
+        FaultyDisk(tmp_path / "packs") as disk,
+        repo.track(weight=weight, rng=False) as run,
+    ):
+        disk.fail(errno.ENOSPC)
+        weight += 1
+        last = run.capture()
+        last.wait("captured", PATIENCE_S)
+        repo.tag("wanted", last.uid)
+
+        def gone() -> set[str]:
+            return {uid for uid in uids if repo.state(uid).status is Status.EVICTED}
+
+        assert Notifier().wait_for(lambda: bool(gone()), PATIENCE_S)
+        disk.mend()
+        last.wait("durable", PATIENCE_S)
+        run.close()
+        name = "left the disk before it was copied to the archive tier"
+        assert gone() == {uid for uid in uids if f"state {uid} {name}" in caplog.text}
