@@ -338,6 +338,12 @@ class _TierCopies:
 
     def _run(self) -> None:
         yield_disk()
+        try:
+            self._check()
+        except DatastatesError as exc:  # it was logged when the repository was opened
+            self._why = reason_of(exc)
+            self._failing_since, self._retry_every_s = time.monotonic(), _FIRST_RETRY_S
+        self._moved_at = None
         with ExitStack() as stack:
             if self._folder:
                 self._queue_outstanding(stack)
@@ -423,8 +429,9 @@ class _TierCopies:
     def _fail(self, error: BaseException) -> None:
         """Note that the tier failed: the newest state's handle gets the reason."""
         self._recorder.count("copies_failed")
+        self._why = reason_of(error)
         newest = self._late[-1]  # the handles of those before it have their reasons
-        why = reason_of(error)
+        why = self._why
         said = (
             f"state {newest.uid} is durable and not on the {self.tier.name} tier: {why}; it is"
             " tried again"
@@ -437,12 +444,12 @@ class _TierCopies:
                 _logger.warning(
                     "%s",
                     said,
-                    exc_info=error,
+                    exc_info=None if isinstance(error, DatastatesError) else error,
                     extra=event("tier.away", tier=self.tier.name, state=newest.uid, reason=why),
                 )
         else:
             self._retry_every_s = min(2 * self._retry_every_s, _LAST_RETRY_S)
-        self._why, self._retry_at = why, time.monotonic() + self._retry_every_s
+        self._retry_at = time.monotonic() + self._retry_every_s
 
     def _recover(self) -> None:
         self._why = self._failing_since = None
@@ -457,12 +464,7 @@ class _TierCopies:
         now, or never will be."""
         tier, began, now = self.tier, time.monotonic(), None
         requests = getattr(tier, "requests", 0)
-        self._moved_at = began
-        if not self._is_checked:
-            with self._database.read() as session:
-                repository = repository_uid(session)
-            tier.check(repository)
-            self._is_checked = True
+        self._check()
         for rank in copy.ranks:
             try:
                 placed_here = self._durable.sound(copy.uid, rank).manifest
@@ -510,6 +512,14 @@ class _TierCopies:
             return False
         copy.reach(now)
         return True
+
+    def _check(self) -> None:
+        self._moved_at = time.monotonic()
+        if not self._is_checked:
+            with self._database.read() as session:
+                repository = repository_uid(session)
+            self.tier.check(repository)
+            self._is_checked = True
 
     def _open(self, placed: Manifest) -> Reader:
         """A part from memory if it is still there and takes little of it, which costs no read of

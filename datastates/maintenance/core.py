@@ -28,6 +28,7 @@ from datastates.lineage.database import Database
 from datastates.lineage.query import revision, walk
 from datastates.lineage.query.names import holder, replicas_of
 from datastates.lineage.states import Run, State, Status
+from datastates.lineage.views.text import plural
 from datastates.lineage.write import attachments, replicas, runs
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena
@@ -662,10 +663,16 @@ class Core:
             nonlocal has_said
             if not has_said and time.monotonic() - began > _PATIENCE_S:
                 has_said = True
+                is_copying = self.running is not None and pending == self.running.copies.pending
                 with undisturbed():  # an interrupt could leave the locks of logging taken
                     _logger.warning(
-                        "making %d states durable before closing; Ctrl-C gives them up",
-                        pending,
+                        (
+                            "copying %s to further tiers before closing; Ctrl-C leaves the rest for"
+                            " the next opening"
+                            if is_copying
+                            else "making %s durable before closing; Ctrl-C gives them up"
+                        ),
+                        plural(pending, "state"),
                         extra=event("closing.waits", states=pending),
                     )
 

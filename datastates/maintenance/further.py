@@ -7,19 +7,20 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from datastates.config import Config
-from datastates.errors import DatastatesError, InvalidInput, NotFound, Unavailable
+from datastates.errors import Conflict, DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.query.names import replicas_of
 from datastates.lineage.query.retained import outstanding
 from datastates.lineage.write import attachments, runs
 from datastates.lineage.write.clones import repository_uid
-from datastates.storage.remote import ObjectTier
+from datastates.storage.remote import ObjectTier, url_name
 from datastates.storage.tier import Tier
 from datastates.storage.tiers import VOLATILE, Tiers, check_further
 from datastates.system.interrupts import checkpoint
@@ -55,7 +56,9 @@ def tiers_of(location: Location, config: Config, database: Database) -> list[obj
         urls = attachments.urls(session)
     for url in urls:
         try:
-            found += check_further([url]) if url not in found else ()
+            (tier,) = check_further([url])
+            if tier.name not in {each.name for each in check_further(found)}:
+                found.append(tier)
         except InvalidInput as exc:
             _logger.warning("a tier of this repository is not used here: %s", exc)
     return found
@@ -73,19 +76,53 @@ def check_tiers(database: Database, tiers: Tiers, *, raises: bool = True) -> Non
     if not tiers.further:
         return
     with database.read() as session:
-        repository, known = repository_uid(session), set(attachments.urls(session))
+        repository, known = repository_uid(session), attachments.urls(session)
+    places: dict[str, str] = {}
     for tier in tiers.further:
+        url = getattr(tier, "url", "")
         try:
             _check_in_time(tier, repository)
+            if tier.node:
+                _check_name(tier, places, known)
+        except Unavailable as exc:
+            _logger.warning("%s; copies to it are tried again", exc)
+            if url and url not in known:
+                _note(database, _provisional(url), url)
         except DatastatesError as exc:
-            if raises and not isinstance(exc, Unavailable):
+            if raises:
                 raise
             _logger.warning("%s; copies to it are tried again", exc)
-            continue
-        url = getattr(tier, "url", "")
-        if url and url not in known:
-            with database.write() as session:
-                attachments.note(session, tier.node, path=url, host=url.partition("?")[0])
+        else:
+            places[tier.node] = tier.name
+            if url and known.get(url) != tier.node:
+                _note(database, tier.node, url)
+
+
+def _check_name(tier: Tier, places: Mapping[str, str], known: Mapping[str, str]) -> None:
+    """Raise if the place has another name here, or its name is that of another place."""
+    if tier.node in places:
+        raise Conflict(
+            f"the {tier.name} tier is the same place as the {places[tier.node]} tier: give one of"
+            " them only"
+        )
+    for url, node in known.items():
+        if node not in (tier.node, _provisional(url)) and url_name(url) == tier.name:
+            raise Conflict(
+                f"this repository has a tier {tier.name!r} at {url}: give the new one another"
+                " name, as in s3://bucket/run?name=far"
+            )
+
+
+def _note(database: Database, uid: str, url: str) -> None:
+    """Record the URL of a place, instead of what stood for it before it could be reached."""
+    with database.write() as session:
+        attachments.forget(session, _provisional(url))
+        attachments.note(session, uid, path=url, host=url.partition("?")[0])
+
+
+def _provisional(url: str) -> str:
+    """What stands for the uid of a place that was not reached yet."""
+    return sha256(url.encode()).hexdigest()[:24]
 
 
 def _check_in_time(tier: Tier, repository: str) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from threading import Lock
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -23,6 +24,7 @@ from blake3 import blake3
 from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound
 from datastates.state.digest import chunk_digest, decode, encode
 from datastates.state.manifest import Manifest
+from datastates.system.interrupts import checkpoint
 
 from .reading import HeldReader
 from .tier import Payload, Placed, Reader, Tier
@@ -46,10 +48,34 @@ UID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 _LINES = re.compile(r"([0-9a-f]{24})\n([0-9a-f]{24})")
 _PROBE = "probe/object"
+_LOOK_S = 0.2  # how often the main thread looks for Ctrl-C
+_T = TypeVar("_T")
 _KEPT = 2  # the chunks read last: tensors that follow each other share them
 _STATE = "state/"
 _PART = "part/"
 _CHUNK = "chunk/"
+
+
+def awaited(request: Callable[[], _T]) -> _T:
+    """The result of a request, for which Ctrl-C ends the wait."""
+    if threading.current_thread() is not threading.main_thread():
+        return request()
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(request())
+        except BaseException as exc:  # raised by the caller
+            future.set_exception(exc)
+
+    threading.Thread(target=run, name="datastates-request", daemon=True).start()
+    return _result(future)
+
+
+def _result(future: Future[_T]) -> _T:
+    while not wait([future], _LOOK_S).done:
+        checkpoint()
+    return future.result()
 
 
 class RemoteReader(HeldReader):
@@ -180,9 +206,9 @@ class RemoteReader(HeldReader):
             if coming is not None:
                 self._coming_bytes -= self.manifest.content.chunks[index].length
         if coming is None:
-            return memoryview(self._fetch([index])[0]).toreadonly()
+            return memoryview(awaited(lambda: self._fetch([index]))[0]).toreadonly()
         future, number = coming
-        return memoryview(future.result()[number]).toreadonly()
+        return memoryview(_result(future)[number]).toreadonly()
 
     def _verify(self, index: int, view: memoryview) -> None:
         chunk = self.manifest.content.chunks[index]
@@ -317,11 +343,11 @@ class KeyedTier(Tier):
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
         """Open the part of one rank."""
         place, what = f"the {self.name} tier", part_name(uid, rank)
-        if not self._has(uid, rank):
+        if not awaited(lambda: self._has(uid, rank)):
             raise NotFound(f"{what} is not on {place}")
         try:
             encoded, keys = msgspec.msgpack.decode(
-                self.read(_key(uid, rank)), type=tuple[bytes, list[str]]
+                awaited(lambda: self.read(_key(uid, rank))), type=tuple[bytes, list[str]]
             )
         except (KeyError, msgspec.DecodeError) as exc:
             raise Corrupt(f"{what} is damaged on {place} ({exc}): restore another state") from exc

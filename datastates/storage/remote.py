@@ -38,7 +38,17 @@ from datastates.system import logs
 
 from .dedup import PutPlan, places_of, plan_put, readable
 from .durable_files import TEMPORARY, next_step
-from .keyed import IDENTITY, REQUESTS, UID, KeyedTier, RemoteReader, identity_of, owned, part_name
+from .keyed import (
+    IDENTITY,
+    REQUESTS,
+    UID,
+    KeyedTier,
+    RemoteReader,
+    awaited,
+    identity_of,
+    owned,
+    part_name,
+)
 from .local import LocalTier
 from .pack import manifest_name, padded, uid_of
 from .tier import Payload, Placed, Reader, Tier
@@ -206,7 +216,7 @@ class ObjectTier(KeyedTier):
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
         """Open the part of one rank."""
         self._check_open()
-        manifest = self._manifest(uid, rank)
+        manifest = awaited(lambda: self._manifest(uid, rank))
         refs, packs = manifest.refs, manifest.packs
 
         def follows(one: int, other: int) -> bool:
@@ -385,6 +395,11 @@ class ObjectTier(KeyedTier):
             raise
         except errors.BaseError as exc:
             said = _said(exc)
+            if "169.254.169.254" in said:  # where a machine in a cloud asks for its role
+                raise InvalidInput(
+                    f"the {self.name} tier has no credentials: set AWS_ACCESS_KEY_ID and"
+                    f" AWS_SECRET_ACCESS_KEY, or fill ~/.aws/credentials ({said})"
+                ) from exc
             if "certificate" in str(exc):
                 raise InvalidInput(
                     f"the {self.name} tier's certificate is not trusted: correct the endpoint, or"
@@ -527,11 +542,7 @@ class RedisTier(KeyedTier):
         host, port = self._address
         try:
             connection = _Connection(host, port, is_encrypted=self._is_encrypted)
-            for words in self._login:
-                found = connection.ask(*words)
-                if isinstance(found, _Refusal):
-                    connection.close()
-                    raise self._refused(str(found))
+            found = [connection.ask(*words) for words in self._login]
         except ssl.SSLError as exc:
             raise InvalidInput(
                 f"the {self.name} tier's certificate is not trusted: correct the address, or"
@@ -541,15 +552,21 @@ class RedisTier(KeyedTier):
             raise Unavailable(
                 f"the {self.name} tier at {host}:{port} does not respond: {exc}"
             ) from exc
+        refused = next((each for each in found if isinstance(each, _Refusal)), None)
+        if refused is not None:
+            connection.close()
+            raise self._refused(refused)
         return connection
 
     def _refused(self, said: str) -> DatastatesError:
         kind = said.split(" ", 1)[0]
-        if kind in ("NOAUTH", "WRONGPASS", "NOPERM") or "invalid password" in said:
+        if kind in ("NOAUTH", "WRONGPASS", "NOPERM") or said.startswith("ERR AUTH"):
             return InvalidInput(
                 f"the {self.name} tier refuses this process: set REDISCLI_AUTH to its password"
                 f" ({said})"
             )
+        if "DB index" in said:
+            return InvalidInput(f"the {self.name} tier has no such database: {said}")
         if kind == "OOM":
             return Unavailable(
                 f"the {self.name} tier is full: raise the server's maxmemory, or delete states"
@@ -634,7 +651,10 @@ class FolderTier(LocalTier):
     gives = Status.EXTERNAL
 
     def __init__(self, root: str | Path, *, name: str = "folder", url: str = "") -> None:
-        super().__init__(Path(root))
+        try:
+            super().__init__(Path(root))
+        except (OSError, Unavailable) as exc:
+            raise InvalidInput(f"the {name} tier cannot be used: {exc}") from exc
         self.name = name  # type: ignore[misc] # there may be several
         self.url = url
 
@@ -671,9 +691,14 @@ def tier_of_url(url: str) -> Tier:
             f"a URL of a tier contains a secret ({secret or 'a password'}): URLs are stored, so put"
             " it into the environment, as AWS_SECRET_ACCESS_KEY or REDISCLI_AUTH"
         )
-    scheme = parts.scheme.lower()
-    name = options.pop("name", {"file": "folder", "rediss": "redis"}.get(scheme, scheme))
+    scheme, name = parts.scheme.lower(), url_name(url)
+    options.pop("name", None)
     prefix = options.pop("prefix", "") if scheme.startswith("redis") else ""
+    is_local = parts.netloc in ("", "localhost") and parts.path.startswith("/")
+    if scheme == "file" and not (is_local and parts.path.strip("/")):
+        raise InvalidInput(
+            f"{url} names no folder: write three slashes and an absolute path, as file:///share/run"
+        )
     if options and scheme not in _BUCKETS:
         raise InvalidInput(f"{url} has an option that does not exist: {', '.join(options)}")
     try:
@@ -693,12 +718,25 @@ def tier_of_url(url: str) -> Tier:
             )
         if scheme in _BUCKETS:
             return ObjectTier(_store(parts, options), name=name, url=url)
+    except DatastatesError:
+        raise
     except ValueError as exc:
-        raise InvalidInput(f"{url} is no URL of a tier ({exc}): as s3://bucket/prefix") from exc
+        raise InvalidInput(
+            f"{url} is no URL of a tier ({exc}): write s3://bucket/run, file:///folder or"
+            " redis://host/0"
+        ) from exc
     raise InvalidInput(
         f"{url} is no URL of a tier: give s3://bucket/prefix, gs://…, az://…, file:///folder or"
         " redis://host/0"
     )
+
+
+def url_name(url: str) -> str:
+    """The name of the tier at a URL."""
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    default = {"file": "folder", "rediss": "redis"}.get(scheme, scheme)
+    return dict(parse_qsl(parts.query)).get("name", default)
 
 
 def _store(parts: SplitResult, options: dict[str, str]) -> ObjectStore:

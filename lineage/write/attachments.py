@@ -229,9 +229,15 @@ def at(session: Session, path: object) -> list[str]:
     return list(session.execute(_AT, {"seen": str(path)}).scalars())
 
 
-def urls(session: Session) -> list[str]:
-    """The URLs of the tiers with which the repository was opened, the newest of each place."""
-    return list(session.execute(_URLS).scalars())
+def urls(session: Session) -> dict[str, str]:
+    """The URLs of the tiers with which the repository was opened, oldest first, and the uid of each
+    place."""
+    return {row.path: row.uid for row in session.execute(_URLS)}
+
+
+def forget(session: Session, uid: str) -> None:
+    """Forget where a folder was seen."""
+    session.execute(_FORGET, {"wanted": uid})
 
 
 def seen_at(session: Session, uids: Iterable[str]) -> dict[str, int]:
@@ -251,7 +257,8 @@ def of_state(session: Session, uid: str) -> list[Folder]:
 
 _GET = select(FOLDER).where(FOLDER.c.uid == bindparam("wanted"))
 _is_url = FOLDER.c.path.like("%://%")
-_URLS = select(FOLDER.c.path).where(_is_url).order_by(FOLDER.c.seen_at, FOLDER.c.uid)
+_URLS = select(FOLDER.c.path, FOLDER.c.uid).where(_is_url).order_by(FOLDER.c.seen_at, FOLDER.c.uid)
+_FORGET = delete(FOLDER).where(FOLDER.c.uid == bindparam("wanted"))
 _SEEN_AT = select(FOLDER.c.uid, FOLDER.c.seen_at).where(
     FOLDER.c.uid.in_(bindparam("uids", expanding=True))
 )

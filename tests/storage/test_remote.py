@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -78,6 +79,10 @@ class TestFolder(TierSuite):
         ("redis://host/0?colour=red", "colour"),
         ("file:///tmp/x?colour=red", "colour"),
         ("redis://host:port/0", "no URL of a tier"),
+        ("file://share/run", "three slashes"),
+        ("file:share", "three slashes"),
+        ("file:///", "three slashes"),
+        ("file:///proc/run", "the folder tier cannot be used"),
     ],
 )
 def test_a_url_that_names_no_tier_is_refused(url: str, why: str) -> None:
@@ -96,6 +101,25 @@ def test_a_place_belongs_to_one_lineage(tmp_path: Path) -> None:
         assert again.node == first.node != ""
         with pytest.raises(Conflict, match="holds states of the lineage"):
             make().check(LINEAGE[::-1])
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
+    with pytest.raises(InvalidInput, match=r"^tiers in buckets need the library obstore: pip"):
+        tier_of_url("s3://bucket/run")
+
+
+def test_a_name_belongs_to_one_place_and_a_place_to_one_name(tmp_path: Path) -> None:
+    run, first = tmp_path / "run", f"file://{tmp_path}/first"
+    datastates.open(run, config=Config(tiers=[first])).close()
+    with pytest.raises(Conflict, match=r"has a tier 'folder' at file:.*first: give the new one"):
+        datastates.open(run, config=Config(tiers=[f"file://{tmp_path}/second"]))
+    with pytest.raises(Conflict, match="the b tier is the same place as the folder tier"):
+        datastates.open(run, config=Config(tiers=[first, f"{first}/?name=b"]))
+    second = f"file://{tmp_path}/second?name=second"
+    datastates.open(run, config=Config(tiers=[second])).close()
+    with datastates.open(run) as repo:
+        assert sorted(tier.name for tier in repo.core.tiers.further) == ["folder", "second"]
 
 
 def test_a_pack_in_a_bucket_is_a_file_of_safetensors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import datastates
 from datastates import Config, Status
 from datastates.cli.app import app
 from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from datastates.lineage.write import attachments
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage import ObjectTier, RedisTier, Tier, remote
 from datastates.storage.remote import tier_of_url
@@ -312,6 +314,59 @@ def test_a_full_redis_server_is_unavailable(tmp_path: Path) -> None:
         with tier.open("small") as reader:
             reader.verify()
         tier.close()
+
+
+@pytest.mark.parametrize(
+    ("password", "database", "why"),
+    [("wrong", 0, "set REDISCLI_AUTH"), ("abcd1234", 99, "has no such database")],
+)
+def test_what_redis_refuses_is_raised_at_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str, database: int, why: str
+) -> None:
+    with redis_server(tmp_path / "redis", password="abcd1234") as server:
+        monkeypatch.setenv("REDISCLI_AUTH", password)
+        url = f"redis://{server.host}:{server.port}/{database}"
+        with pytest.raises(InvalidInput, match=why) as caught:
+            datastates.open(tmp_path / "run", config=Config(tiers=[url]))
+        assert password not in str(caught.value)
+
+
+def test_a_tier_that_could_not_be_reached_at_first_is_stored_and_filled_later(
+    redis: RedisServer, tmp_path: Path
+) -> None:
+    redis.kill()
+    url = f"redis://{redis.host}:{redis.port}/0"
+    with (
+        datastates.open(tmp_path / "run", config=Config(tiers=[url])) as repo,
+        repo.track(weight=torch.zeros(8), rng=False) as run,
+    ):
+        uid = run.capture().wait("durable", PATIENCE_S).uid
+        assert "the redis tier has failed" in str(repo.trouble)
+    redis.restart()
+    with (
+        datastates.open(tmp_path / "run") as repo,
+        repo.track(weight=torch.zeros(8), rng=False) as run,
+    ):
+        assert repo.trouble is None
+        repo.core.runner().drain()
+        while repo.state(uid).status is not Status.EXTERNAL:
+            time.sleep(0.05)
+        with repo.core.database.read() as session:
+            assert list(attachments.urls(session)) == [url]
+
+
+def test_ctrl_c_ends_a_restore_from_a_server_that_hangs(redis: RedisServer, tmp_path: Path) -> None:
+    url = f"redis://{redis.host}:{redis.port}/0"
+    trained(tmp_path / "run", url, 1)
+    for path in (tmp_path / "run" / "packs").glob("*.*.*"):
+        path.unlink()
+    with datastates.open(tmp_path / "run") as repo:
+        redis.stop()
+        began = time.monotonic()
+        threading.Timer(1.0, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            repo.load("main")
+        assert time.monotonic() - began < 15, "not the 30 s of a response"
 
 
 def test_a_redis_server_that_was_restarted_is_used_again(redis: RedisServer) -> None:
