@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -92,34 +92,35 @@ class _Copy:
             self.progress.give_up(why)
 
 
+@dataclass(frozen=True, slots=True)
+class CopyContext:
+    """What copies need of a repository.
+
+    ``on_done`` is called after each attempt. The parts of other ranks are awaited for
+    ``patience_s``. States that an earlier process left in the ``folder`` without a copy are copied
+    first. Each tier gets at most ``bytes_per_s``. States are read from ``memory`` while they are
+    there.
+    """
+
+    durable: LocalTier
+    database: Database
+    on_done: Callable[[], None]
+    patience_s: float
+    folder: str = ""
+    bytes_per_s: int | None = None
+    recorder: Recorder = field(default_factory=Recorder)
+    memory: MemoryTier | None = None
+
+
 class Copies:
     """Copies durable states onto the further tiers.
 
-    Without such tiers it has no thread and costs nothing. ``on_done`` is called after each attempt.
-    The parts of other ranks are awaited for ``patience_s``. States that an earlier process left in
-    the ``folder`` without a copy are copied first. Each tier gets at most ``bytes_per_s``.
+    Without such tiers it has no thread and costs nothing.
     """
 
-    def __init__(
-        self,
-        durable: LocalTier,
-        further: Sequence[Tier],
-        database: Database,
-        on_done: Callable[[], None],
-        patience_s: float,
-        folder: str = "",
-        bytes_per_s: int | None = None,
-        recorder: Recorder | None = None,
-        memory: MemoryTier | None = None,
-    ) -> None:
-        self._statuses = [tier.gives for tier in (durable, *further)]
-        recorder = recorder or Recorder()
-        self._each = [
-            _TierCopies(
-                tier, durable, database, on_done, patience_s, folder, bytes_per_s, recorder, memory
-            )
-            for tier in further
-        ]
+    def __init__(self, context: CopyContext, further: Sequence[Tier]) -> None:
+        self._statuses = [tier.gives for tier in (context.durable, *further)]
+        self._each = [_TierCopies(tier, context) for tier in further]
 
     @property
     def pending(self) -> int:
@@ -203,25 +204,18 @@ class Copies:
 class _TierCopies:
     """The copies onto one tier, and their thread."""
 
-    def __init__(
-        self,
-        tier: Tier,
-        durable: LocalTier,
-        database: Database,
-        on_done: Callable[[], None],
-        patience_s: float,
-        folder: str,
-        bytes_per_s: int | None,
-        recorder: Recorder,
-        memory: MemoryTier | None,
-    ) -> None:
-        self._recorder, self._memory = recorder, memory
-        self.tier, self._durable, self._database = tier, durable, database
-        self._folder = folder
-        self._pace = None if bytes_per_s is None else Pace(bytes_per_s)
+    def __init__(self, tier: Tier, context: CopyContext) -> None:
+        self.tier, self._durable, self._database = tier, context.durable, context.database
+        self._folder, self._recorder, self._memory = (
+            context.folder,
+            context.recorder,
+            context.memory,
+        )
+        rate = context.bytes_per_s
+        self._pace = None if rate is None else Pace(rate)
         self._last: dict[int, tuple[Manifest, Manifest]] = {}
         """By rank, the last state that was put: its manifest here, and its manifest there."""
-        self._on_done, self._patience_s = on_done, patience_s
+        self._on_done, self._patience_s = context.on_done, context.patience_s
         self.took_s: float | None = None
         self.deadline: float | None = None
         self._put = self._done = 0  # each is written by one thread at a time

@@ -38,7 +38,7 @@ from datastates.system.telemetry import Recorder
 from datastates.system.threads import Notifier
 
 from .commit import Commits
-from .copies import CLOSING_S, Copies
+from .copies import CLOSING_S, Copies, CopyContext
 from .copy import CopyJob, Stager
 from .device_copies import Snapshots
 from .handle import Line, Progress, StagedCapture
@@ -107,15 +107,17 @@ class Runner:
         self._paces = CadenceReports(context.database)
         self._processors = Processors(config.processors, memory, self._changed.notify_all)
         self.copies = Copies(
-            local,
+            CopyContext(
+                local,
+                context.database,
+                self._changed.notify_all,
+                config.group_patience_s,
+                context.folder,
+                config.copy_bytes_per_s,
+                self.recorder,
+                memory,
+            ),
             further,
-            context.database,
-            self._changed.notify_all,
-            config.group_patience_s,
-            context.folder,
-            config.copy_bytes_per_s,
-            self.recorder,
-            memory,
         )
         locked = LockedEngine(self._engine, self._lock, self._changed, self._post)
         self.in_flight = InFlight(

@@ -14,7 +14,7 @@ import torch
 
 import datastates
 from datastates import Config, State, Status, Unavailable
-from datastates.engine.copies import Copies
+from datastates.engine.copies import Copies, CopyContext
 from datastates.engine.handle import Progress
 from datastates.errors import DatastatesError
 from datastates.lineage import Database
@@ -168,7 +168,8 @@ class Deposited:
         )
 
     def copies(self, tier: Tier, patience_s: float = 60) -> Copies:
-        return Copies(self.local, [tier], self.database, lambda: None, patience_s)
+        context = CopyContext(self.local, self.database, lambda: None, patience_s)
+        return Copies(context, [tier])
 
     @property
     def held(self) -> list[tuple[str, int]]:
