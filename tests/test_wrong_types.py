@@ -365,9 +365,7 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Repository.repair": lambda w: Case(
         w.repo.repair, {"source": None, "peers": (), "on_progress": None}
     ),
-    "Repository.copy": lambda w: Case(
-        w.repo.copy, ("main",), {"to": "nowhere", "on_progress": None}
-    ),
+    "Repository.copy": lambda w: Case(w.repo.copy, {"to": "nowhere", "on_progress": None}),
     "Repository.gc": lambda w: Case(
         w.repo.gc, {"dry_run": False, "unknown": False, "on_progress": None}
     ),

@@ -40,7 +40,6 @@ from datastates.lineage.views.text import (
     time_text,
 )
 from datastates.maintenance.lease import life_of, read_only_folder
-from datastates.storage.pack import bytes_of_packs
 
 from .app import MOST, AsJson, Limit, Repo, Shell
 from .interrupt import orderly
@@ -229,6 +228,8 @@ def runs(
 def stats(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -> None:
     """Show how much there is: states by status, names, runs, bytes, and the range of each
     metric."""
+    from datastates.storage.pack import bytes_of_packs  # imports torch
+
     shell = Shell(context, repo, as_json)
     stored = bytes_of_packs(shell.location().packs)
     with shell.reading() as session:

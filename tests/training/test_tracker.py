@@ -243,7 +243,7 @@ def test_what_was_tracked_does_not_outlive_its_training_in_the_repository(repo: 
 def test_an_interrupted_capture_neither_hangs_the_exit_nor_loses_its_room(
     repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = repo.track(weight=torch.zeros(30_000))
+    run = repo.track(weight=torch.zeros(300_000))
     run.capture().wait()
     stager = repo.core.engage().runner.stager
     real = stager._jobs.put
