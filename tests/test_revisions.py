@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -189,6 +189,7 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Repository.compare(revs)": lambda world, rev: [
         each.state.uid for each in world.repo.compare([rev, "main"])
     ],
+    "Repository.copy(revs)": lambda world, rev: world.repo.copy(rev, to="folder").left,
     "Repository.diff(new)": lambda world, rev: world.repo.diff("main", rev).new.uid,
     "Repository.diff(old)": lambda world, rev: world.repo.diff(rev, "main").old.uid,
     "Repository.ensemble(revs)": lambda world, rev: world.ensemble([rev, "main"]),
@@ -240,9 +241,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     torch.set_num_threads(1)
     with ExitStack() as stack:
         config = Config(memory_bytes=256 << 20, durable_every=1)
+        shelf = replace(config, tiers=[f"file://{folder}/shelf"])
         repo, other = (
-            stack.enter_context(datastates.open(folder / name, config=config))
-            for name in ("repo", "other")
+            stack.enter_context(datastates.open(folder / name, config=each))
+            for name, each in (("repo", shelf), ("other", config))
         )
         model = Weight()
         with repo.track(branch="main", model=model) as run:

@@ -183,6 +183,8 @@ class RemoteReader(HeldReader):
     def _request(self, index: int | None = None) -> None:
         """Make requests ahead within the budget; with ``index``, up to the one with that chunk."""
         with self._lock:
+            if index is not None and not any(index in run for run in self._queue):
+                return
             while (
                 self._queue
                 and not self._is_closed
@@ -199,8 +201,7 @@ class RemoteReader(HeldReader):
                     index = None
 
     def _received(self, index: int) -> memoryview:
-        if any(index in run for run in self._queue):
-            self._request(index)
+        self._request(index)
         with self._lock:
             coming = self._coming.pop(index, None)
             if coming is not None:

@@ -107,7 +107,7 @@ class SharedReader(PartsReader):
         bad: list[ChunkTransfer] = []
         planned = plan_transfers(wants, self._places, self._first)
         given = {each.chunk for each in planned if rank in each.to}
-        self.ahead(
+        super().ahead(
             [
                 *sorted(each.chunk for each in planned if each.root == rank),
                 *sorted(set(wants[rank]) - given),
@@ -141,6 +141,11 @@ class SharedReader(PartsReader):
     def span(self, start: int, length: int) -> memoryview | None:
         """The part's own span, if nothing of the stretch was passed on."""
         return None if self._is_passed(start, length) else super().span(start, length)
+
+    def ahead(self, chunks: Sequence[int]) -> None:
+        """Begin to fetch those of these chunks that were not passed on."""
+        passed = self._passed
+        super().ahead([each for each in chunks if passed is None or not passed.holds(each)])
 
     def loan(self, start: int, length: int) -> memoryview | None:
         """The part's own loan, or a view of what was passed on."""
