@@ -36,9 +36,9 @@ from blake3 import blake3
 import datastates
 from datastates import Config, DatastatesError, Repository
 from datastates.files.bundle import export_bundle, import_bundle, write_chunks
-from datastates.state.digest import decode, state_digest
+from datastates.state.digest import decode, state_digest, wrap
 from datastates.state.generators import RngState
-from datastates.state.manifest import CHUNK_BYTES, Chunk, Content, Manifest, Origin
+from datastates.state.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin
 from datastates.state.tree import unflatten
 from datastates.storage.pack_reader import MappedReader
 from datastates.storage.parallel_read import SealedChunks
@@ -259,15 +259,14 @@ def framed(plain: dict[str, Any], *, is_digest_right: bool) -> bytes:
         except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):
             pass
     whole = [
-        1,
+        VERSION,
         digest,
         msgspec.Raw(parts["origin"]),
         [*content, msgspec.Raw(parts["chunks"])],
         msgspec.Raw(parts["packs"]),
     ]
     body = msgspec.msgpack.encode([*whole, msgspec.Raw(parts["refs"])])
-    frame = struct.pack("<8sIQ", b"DSMANIF\0", 1, len(body)) + body
-    return frame + blake3(frame).digest()
+    return wrap(VERSION, body)
 
 
 def changed_manifest(plain: dict[str, Any], random: Random) -> bytes:
