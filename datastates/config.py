@@ -112,10 +112,10 @@ class Config:
     - ``data``: what carries the bytes of clones.
     - ``processors``: your own steps, called with every state that is captured or merged
       (``datastates.Processor``).
-    - ``tiers``: further tiers, nearest first: objects (``datastates.storage.Tier``), or URLs such
+    - ``tiers``: further tiers, nearest first. Each is a ``datastates.storage.Tier`` or a URL such
       as ``s3://bucket/run``. Each state that becomes durable is put there too, and is read from
-      there when no nearer tier has it. They are closed with the repository. None: the URLs that
-      this repository was opened with before; ``[]``: none.
+      there when no nearer tier has it. They are closed with the repository. None takes the URLs
+      that this repository was opened with before. An empty list takes none.
     - ``copy_bytes_per_s``: the fastest rate at which states are copied to each further tier.
     - ``group_patience_s``: how long a state of several ranks waits for a part that a rank does not
       report before it is given up.

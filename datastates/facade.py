@@ -801,8 +801,8 @@ class Facade:
 
             repo.copy("main~1", "baseline", to="s3")
 
-        :param revs: the states; without any, all states in the folder of packs that the tier lacks,
-            except those that a policy keeps near.
+        :param revs: the states. Without any, all states in the folder of packs that the tier lacks
+            are copied, except those that a policy keeps near.
         :param to: the name of the tier.
         :param on_progress: called with the number of states that were copied, and their total.
         :raises NotFound: there is no such tier or state.

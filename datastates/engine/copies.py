@@ -162,7 +162,7 @@ class Copies:
         self, uid: str, ranks: Sequence[int], progress: Progress | None, *, to: str | None = None
     ) -> None:
         """Note that a state is durable, of which this process has the parts of these ranks. ``to``
-        names the tier that gets it; None: all of them.
+        names the tier that gets it. None means all of them.
 
         Any thread; never waits."""
         for each in self._each:

@@ -68,6 +68,7 @@ _RESPONSE_S = 30.0
 
 _LARGEST_BYTES = 512 << 20  # what a server with the Redis protocol takes
 _COPIED_BYTES = 1 << 16
+_DEEPEST = 2  # the response to SCAN has an array in an array
 _BUCKETS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
 
@@ -616,7 +617,7 @@ class _Connection:
         self._input.close()
         self._socket.close()
 
-    def _response(self) -> Any:
+    def _response(self, depth: int = 0) -> Any:
         line = self._input.readline(_COPIED_BYTES)
         if not line.endswith(b"\r\n"):
             raise ConnectionResetError("the connection was closed")
@@ -630,8 +631,8 @@ class _Connection:
             return count
         if count < 0:
             return None
-        if kind == b"*":
-            return [self._response() for _ in range(min(count, _COPIED_BYTES))]
+        if kind == b"*" and depth < _DEEPEST:
+            return [self._response(depth + 1) for _ in range(min(count, _COPIED_BYTES))]
         if kind != b"$" or count > _LARGEST_BYTES:
             raise ValueError(f"the server returned {line[:20]!r}")
         view = np.empty(count + 2, np.uint8).data.cast("B")

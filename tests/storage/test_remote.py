@@ -30,6 +30,16 @@ from .test_local import flip
 LINEAGE = "0123456789ab" * 2
 
 
+def flip_in_bucket(tier: Tier, uid: str, chunk: int, byte: int) -> None:
+    assert isinstance(tier, ObjectTier)
+    manifest = tier.manifest(uid)
+    ref = manifest.refs[chunk]
+    name = manifest.packs[ref.pack].name
+    data = bytearray(tier.read(name))
+    data[ref.offset + byte] ^= 1
+    tier.write(name, bytes(data))
+
+
 class TestObjects(TierSuite):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
@@ -39,13 +49,7 @@ class TestObjects(TierSuite):
         tier.close()
 
     def flip(self, tier: Tier, uid: str, chunk: int, byte: int) -> None:
-        assert isinstance(tier, ObjectTier)
-        manifest = tier.manifest(uid)
-        ref = manifest.refs[chunk]
-        name = manifest.packs[ref.pack].name
-        data = bytearray(tier.read(name))
-        data[ref.offset + byte] ^= 1
-        tier.write(name, bytes(data))
+        flip_in_bucket(tier, uid, chunk, byte)
 
 
 class TestFolder(TierSuite):

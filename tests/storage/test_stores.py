@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from datastates.storage.remote import tier_of_url
 from datastates.testing import TierSuite
 from datastates.testing.states import chunks_of, numbers, payload, small, stream
 from tests.storage.test_local import flip
+from tests.storage.test_remote import flip_in_bucket
 from tests.support.stores import (
     AnswerStatus,
     BodyOf,
@@ -73,13 +75,7 @@ class TestS3(TierSuite):
         tier.close()
 
     def flip(self, tier: Tier, uid: str, chunk: int, byte: int) -> None:
-        assert isinstance(tier, ObjectTier)
-        manifest = tier.manifest(uid)
-        ref = manifest.refs[chunk]
-        name = manifest.packs[ref.pack].name
-        data = bytearray(tier.read(name))
-        data[ref.offset + byte] ^= 1
-        tier.write(name, bytes(data))
+        flip_in_bucket(tier, uid, chunk, byte)
 
 
 class TestRedis(TierSuite):
@@ -367,6 +363,27 @@ def test_ctrl_c_ends_a_restore_from_a_server_that_hangs(redis: RedisServer, tmp_
         with pytest.raises(KeyboardInterrupt):
             repo.load("main")
         assert time.monotonic() - began < 15, "not the 30 s of a response"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"*1\r\n" * 5000, b"$-7\r\n", b"$9999999999\r\n", b""],
+)
+def test_a_stranger_on_the_port_of_redis_is_unavailable(answer: bytes) -> None:
+    def be_a_stranger() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=be_a_stranger)
+        thread.start()
+        tier = RedisTier(*listener.getsockname())
+        with pytest.raises((Unavailable, KeyError)):
+            tier.read("key")
+        thread.join()
+        tier.close()
 
 
 def test_a_redis_server_that_was_restarted_is_used_again(redis: RedisServer) -> None:
