@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import Any, Protocol
@@ -38,6 +38,8 @@ from datastates.state.manifest import CHUNK_BYTES
 from datastates.system.devices import devices
 from datastates.system.interrupts import Mutex
 from datastates.system.threads import Notifier
+
+from .shared_memory import SharedMemory
 
 _logger = logging.getLogger(__name__)
 
@@ -161,18 +163,23 @@ class Arena:
     for memory to become free.
 
     ``capacity`` is the budget, in whole blocks. All sizes are in bytes.
+
+    With ``shared`` memory, a slot is the same offset in every process that maps it. The arena does
+    not close its descriptors. Memory that another process filled is taken over by ``occupy``.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, shared: SharedMemory | None = None) -> None:
+        self.shared = shared
+        budget_bytes = budget_bytes if shared is None else shared.size
         self.capacity = budget_bytes // CHUNK_BYTES * CHUNK_BYTES
         if not self.capacity:
             raise InvalidInput(
                 f"a memory budget of {budget_bytes} bytes holds no chunk: give at least"
                 f" {CHUNK_BYTES}"
             )
-        reserved = _reserve(self.capacity + _HUGE_BYTES)
+        reserved = _reserve(self.capacity + _HUGE_BYTES, shared)
         address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
-        start = -address % _HUGE_BYTES
+        start = -address % _HUGE_BYTES if shared is None else 0
         self._address, self._start = address + start, start
         self._reserved: mmap.mmap | None = reserved
         self._are_huge_pages_slow = False
@@ -257,6 +264,29 @@ class Arena:
         if self._warm > before:
             self._register()
         return slots
+
+    def occupy(self, taken: Mapping[int, int]) -> None:
+        """Acquire these slots, with their lengths, of shared memory that another process filled.
+        Nothing may have been acquired before.
+
+        :raises InvalidInput: they overlap, or are not all in this memory.
+        """
+        with self._lock:
+            self._check_open()
+            end = 0
+            for slot, length in sorted(taken.items()):
+                if slot < end or length <= 0 or slot + taken_by(length) > self.capacity:
+                    raise InvalidInput(f"slot {slot} with {length} bytes is not in this memory")
+                end = slot + taken_by(length)
+            self._widen(-(-end // CHUNK_BYTES), self.capacity)
+            end = 0
+            for slot, length in sorted(taken.items()):
+                self._add(end, slot)
+                end = slot + taken_by(length)
+                self._taken[slot] = taken_by(length)
+                self._used += taken_by(length)
+            self._add(end, self._warm)
+        self._register()
 
     def make_real(self, slots: Iterable[int]) -> None:
         """Touch the acquired slots of whole chunks that were never touched. This is faster than
@@ -431,7 +461,9 @@ class Arena:
                 reserved.madvise(mmap.MADV_NOHUGEPAGE, self._start + block, CHUNK_BYTES)
         began = time.thread_time()
         flat[block : block + CHUNK_BYTES : mmap.PAGESIZE].zero_()
-        if time.thread_time() - began > _SLOW_S and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        is_shared = self.shared is not None  # its pages are of one size for good
+        is_slow = time.thread_time() - began > _SLOW_S
+        if is_slow and not is_shared and hasattr(mmap, "MADV_NOHUGEPAGE"):
             self._are_huge_pages_slow = True
         if is_small:
             with self._lock:
@@ -585,18 +617,21 @@ def taken_by(length: int) -> int:
     return -(-length // unit) * unit
 
 
-def _reserve(length: int) -> mmap.mmap:
+def _reserve(length: int, shared: SharedMemory | None) -> mmap.mmap:
     """Address space for the arena; a page takes memory only once it is touched."""
     try:
-        reserved = mmap.mmap(
-            -1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        )
+        if shared is not None:
+            reserved = mmap.mmap(shared.fd, shared.size)
+        else:
+            reserved = mmap.mmap(
+                -1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            )
     except OSError as exc:
         raise OverBudget(
             f"{length} bytes of memory cannot be reserved ({exc}): lower memory_bytes"
         ) from exc
     _maps.add(reserved)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
             try:
                 reserved.madvise(getattr(mmap, advice))

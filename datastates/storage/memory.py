@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -84,6 +84,27 @@ class _State:
         return max((reader.used_at for reader in self.yielding), default=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class StateInSlots:
+    """A state in memory, for a process that holds the memory too: the slot of each chunk in order,
+    and the parties of slots that are not only ours. ``parts``: see ``MemoryTier.settle``."""
+
+    manifest: Manifest
+    slots: tuple[int, ...]
+    parties: dict[int, tuple[str, ...]]
+    parts: tuple[Manifest, ...] = ()
+
+
+class MemoryListener(Protocol):
+    """Is told what memory holds. Every call runs under the lock of the tier, and raises nothing."""
+
+    def holds(self, state: StateInSlots) -> None:
+        """Memory has taken a state, or has another manifest of it."""
+
+    def lets_go(self, uid: str) -> None:
+        """A state leaves. Its slots may be used again once this returns."""
+
+
 class MemoryTier(Tier):
     """States within the budget of an arena, content-addressed: equal chunks share a slot.
 
@@ -97,6 +118,7 @@ class MemoryTier(Tier):
         self._states: dict[str, _State] = {}
         self._lingering: dict[int, _State] = {}  # removed, but still kept by readers
         self.on_released: Callable[[], None] = lambda: None
+        self._listener: MemoryListener | None = None
         self._chunks: dict[_Key, list[Held]] = {}
         self._shared = Counter[int]()
         self._beside = 0
@@ -107,6 +129,40 @@ class MemoryTier(Tier):
     def capacity(self) -> int:
         """The bytes that fit in all."""
         return self._arena.capacity
+
+    def set_listener(
+        self, listener: MemoryListener, begin: Callable[[list[StateInSlots]], None]
+    ) -> None:
+        """Tell a listener of every state from now on. ``begin`` is called with those that are here
+        already, under the lock."""
+        with self._lock:
+            begin([_in_slots(state) for state in self._states.values()])
+            self._listener = listener
+
+    def take_over(self, states: Sequence[StateInSlots]) -> None:
+        """Take in states that are in the arena already, because another process left them there.
+
+        The arena and this tier must be empty.
+
+        :raises InvalidInput: they do not fit the arena.
+        """
+        slots: dict[int, Held] = {}
+        with self._lock:
+            self._check_open()
+            for state in states:
+                for key, slot in zip(_keys(state.manifest), state.slots, strict=True):
+                    held = slots.setdefault(slot, Held(slot, key, {OURS}, 0))
+                    if held.key != key:
+                        raise InvalidInput(f"slot {slot} has two chunks")
+                    held.uses += 1
+                    if slot in state.parties:
+                        held.parties = set(state.parties[slot])
+            self._arena.occupy({slot: held.key[1] for slot, held in slots.items()})
+            for held in slots.values():
+                self._chunks.setdefault(held.key, []).append(held)
+            for state in states:
+                chunks = tuple(slots[slot] for slot in state.slots)
+                self._enter(state.manifest, chunks, (), state.parts)
 
     def adopt(self, manifest: Manifest, slots: list[int]) -> Placed:
         """Take over slots that were acquired and filled here, one for each chunk in order; the
@@ -152,6 +208,7 @@ class MemoryTier(Tier):
                 weight = _weight(manifest)
                 self._beside += weight - state.weight
                 state.manifest, state.weight = manifest, weight
+                self._tell(state)
 
     def hold(
         self, keys: Iterable[tuple[bytes, int]], party: str = OURS
@@ -411,6 +468,8 @@ class MemoryTier(Tier):
             yield
         except BaseException:
             self._beside = beside
+            if state is None and self._listener is not None:
+                self._listener.lets_go(uid)
             _put_back(self._states, {uid: state})
             _put_back(self._shared, {part: count or None for part, count in shared.items()})
             _put_back(self._chunks, {key: list(before) or None for key, before in chunks.items()})
@@ -487,7 +546,8 @@ class MemoryTier(Tier):
             _weight(part) + sum(map(_length, _shared_parts(part))) for part in parts
         )
         own = tuple(msgspec.structs.replace(part, packs=(), refs=(), bytes_new=0) for part in parts)
-        self._states[manifest.origin.uid] = _State(manifest, chunks, weight, own)
+        self._states[manifest.origin.uid] = state = _State(manifest, chunks, weight, own)
+        self._tell(state)
         self._beside += weight
         for part in _shared_parts(manifest):
             self._shared[id(part)] += 1
@@ -520,8 +580,14 @@ class MemoryTier(Tier):
             self._arena.memory(one, length), self._arena.memory(other, length)
         )
 
+    def _tell(self, state: _State) -> None:
+        if self._listener is not None:
+            self._listener.holds(_in_slots(state))
+
     def _drop(self, state: _State) -> int:
         state.is_removed = True
+        if self._listener is not None:
+            self._listener.lets_go(state.manifest.origin.uid)
         self._beside -= state.weight
         for part in _shared_parts(state.manifest):
             self._shared[id(part)] -= 1
@@ -641,6 +707,14 @@ class _MemoryReader(Reader):
                     return
                 self._is_closed = True
             self._tier._close_reader(self, self._state)
+
+
+def _in_slots(state: _State) -> StateInSlots:
+    parties = {
+        chunk.slot: tuple(chunk.parties) for chunk in state.chunks if chunk.parties != {OURS}
+    }
+    slots = tuple(chunk.slot for chunk in state.chunks)
+    return StateInSlots(state.manifest, slots, parties, state.parts)
 
 
 def _bytes_of(chunks: Iterable[Held]) -> int:
