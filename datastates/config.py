@@ -17,7 +17,7 @@ from datastates.policy.text import parse, policy
 from . import values
 from .errors import InvalidInput
 
-__all__ = ["BackPressure", "Config", "Data", "OnFailure", "parse_bytes"]
+__all__ = ["AgentMode", "BackPressure", "Config", "Data", "OnFailure", "parse_bytes"]
 
 
 class BackPressure(StrEnum):
@@ -35,6 +35,14 @@ class OnFailure(StrEnum):
 
     CONTINUE = "continue"
     RAISE = "raise"
+
+
+class AgentMode(StrEnum):
+    """Where the memory of captured states lives: in the training process, or with the agent of this
+    node, so that they survive the process."""
+
+    INLINE = "inline"
+    PROCESS = "process"
 
 
 class Data(StrEnum):
@@ -110,6 +118,9 @@ class Config:
     - ``verify``: whether each chunk that is read is compared with its digest, unless the
       call has its own ``verify``. Without it restores are faster, and damage goes unnoticed.
     - ``data``: what carries the bytes of clones.
+    - ``agent``: ``process`` keeps captured states in memory that the agent of this node holds too.
+      They survive this process: the next one that tracks the branch continues from them. The first
+      process starts the agent. ``inline`` keeps them in this process alone.
     - ``processors``: your own steps, called with every state that is captured or merged
       (``datastates.Processor``).
     - ``tiers``: further tiers, nearest first. Each is a ``datastates.storage.Tier`` or a URL such
@@ -145,6 +156,7 @@ class Config:
     group_patience_s: float = 60.0
     memory_latest: int | None = None
     device_bytes: int = 0
+    agent: AgentMode = AgentMode.INLINE
 
     def __post_init__(self) -> None:
         checks: dict[str, values.Check] = {
@@ -176,6 +188,7 @@ class Config:
             "back_pressure": values.choice(self.back_pressure, BackPressure, "back_pressure"),
             "on_failure": values.choice(self.on_failure, OnFailure, "on_failure"),
             "data": values.choice(self.data, Data, "data"),
+            "agent": values.choice(self.agent, AgentMode, "agent"),
             "trace": None if trace is None else os.path.abspath(values.path(trace, "trace")),
             "retention": retention_of(self.retention),
             "processors": _checked(self.processors),
@@ -231,7 +244,8 @@ class Config:
         """The defaults, changed by ``DATASTATES_MEMORY``, ``_MEMORY_LATEST``, ``_DEVICE_MEMORY``,
         ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``,
         ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``, ``_WRITE_BYTES_PER_S``,
-        ``_COPY_BYTES_PER_S``, ``_GROUP_PATIENCE``, and ``_TIERS`` (URLs with spaces between them).
+        ``_COPY_BYTES_PER_S``, ``_GROUP_PATIENCE``, ``_AGENT``, and ``_TIERS``
+        (URLs with spaces between them).
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -322,6 +336,7 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_COPY_BYTES_PER_S": lambda config, text: replace(
         config, copy_bytes_per_s=parse_bytes(text)
     ),
+    "DATASTATES_AGENT": lambda config, text: replace(config, agent=AgentMode(text)),
     "DATASTATES_TIERS": lambda config, text: replace(config, tiers=text.split()),
     "DATASTATES_DEVICE_MEMORY": lambda config, text: replace(
         config, device_bytes=parse_bytes(text)

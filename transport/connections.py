@@ -19,8 +19,6 @@ from typing import Any
 from datastates.system.admission import Admission, Place
 from datastates.system.logs import RateLimitFilter
 
-_credentials = struct.Struct("3i")
-
 
 def set_up(connection: Any) -> None:
     """Set the options of all our connections: nothing is delayed before sending, and a peer that
@@ -45,17 +43,6 @@ def keep_from_children(owner: object, connection: Any) -> None:
 def let_go_by(owner: object) -> None:
     """Note that the owner has closed it."""
     _open.pop(owner, None)
-
-
-def who(connection: Any) -> tuple[int, int, int]:
-    """Pid, user and group of a Unix socket's other end, from the kernel. For a listener, they
-    belong to the process that made it listen. On other systems than Linux: 0, -1, -1."""
-    if sys.platform != "linux":
-        return 0, -1, -1
-    pid, user, group = _credentials.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
-    )
-    return pid, user, group
 
 
 async def receive_exactly(connection: socket.socket, count: int) -> bytes:

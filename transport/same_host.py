@@ -31,7 +31,9 @@ from typing import Final
 
 import numpy as np
 
-from .connections import keep_from_children, receive_exactly, stop_listening, who
+from datastates.agent.messages import who
+
+from .connections import keep_from_children, receive_exactly, stop_listening
 from .contract import Terms
 from .data_plane import finish
 

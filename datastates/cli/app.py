@@ -69,6 +69,7 @@ EXAMPLES = {
     "import": "datastates import baseline-bundle --repo elsewhere",
     "clone": "datastates clone tcp://127.0.0.1:4711/main --repo mine",
     "copy": "datastates copy baseline --to s3",
+    "agent": "datastates agent run -- python train.py",
     "serve": "datastates serve http://127.0.0.1:8642 tcp://127.0.0.1:4711",
     "token": "datastates token clone.token",
     "init": "datastates init elsewhere",
@@ -115,6 +116,7 @@ COMMANDS = {
     "import": ("Move states", "move.import_states"),
     "clone": ("Move states", "move.clone"),
     "copy": ("Move states", "upkeep.copy"),
+    "agent": ("Run", "agent.agent"),
     "serve": ("Serve", "serve.serve"),
     "token": ("Serve", "serve.token"),
     "init": ("Set up and check", "doctor.init"),
@@ -204,9 +206,14 @@ def command_of(name: str) -> Any:
     """The command of this name. Its module is imported now."""
     heading, path = COMMANDS[name]
     module, function = path.split(".")
+    found = getattr(import_module(f".{module}", __package__), function)
+    if isinstance(found, typer.Typer):
+        group = typer.main.get_command(found)
+        group.rich_help_panel = heading  # type: ignore[attr-defined] # typer's own groups have it
+        return group
     app = typer.Typer(add_completion=False)
     app.command(name, cls=Command, rich_help_panel=heading, epilog=f"Example: {EXAMPLES[name]}")(
-        getattr(import_module(f".{module}", __package__), function)
+        found
     )
     return typer.main.get_command(app)
 
@@ -636,7 +643,7 @@ def _refs(context: typer.Context) -> list[tuple[str, str]]:
         from datastates.lineage.query import names
 
         # While a line is completed no callback has run: the options are only in the parameters.
-        outer = context.parent.params if context.parent is not None else {}
+        outer = context.find_root().params
         context.obj = Globals(repo=outer.get("repo"), packs=outer.get("packs"))
         with Shell(context, context.params.get("repo")).reading() as session:
             return [(ref.name, ref.kind.value) for ref in names.refs(session)]

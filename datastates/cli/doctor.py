@@ -198,6 +198,7 @@ def examine(location: Location) -> Iterator[Check]:
     yield _lineage(location)
     yield _postgresql()
     yield from _machine()
+    yield _agent()
     yield from _files(location.packs)
 
 
@@ -299,6 +300,27 @@ def _unused_adapters(
     """The InfiniBand (or RoCE) adapters of this machine for which UCX has no transport."""
     adapters = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
     return [name for name in adapters if not any(f"/{name}:" in resource for resource in resources)]
+
+
+def _agent() -> Check:
+    """Which memory an agent can share with trainings here, and what that costs."""
+    from datastates.storage.shared_memory import Pages, make_shared_memory
+
+    began = time.monotonic()
+    try:
+        memory = make_shared_memory(CHUNK_BYTES)
+    except DatastatesError as exc:
+        hint = "captured states die with their process here: Config(agent='process') has no effect"
+        return Check("agent", Verdict.MISSING, str(exc), hint)
+    memory.close()
+    took = f"made in {time.monotonic() - began:.2f} s"
+    if memory.pages is Pages.HUGE:
+        return Check("agent", Verdict.OK, f"shared memory with huge pages, {took}")
+    hint = (
+        "direct writes take about 7 times the processor time: allow user namespaces, or set"
+        " /sys/kernel/mm/transparent_hugepage/shmem_enabled to advise"
+    )
+    return Check("agent", Verdict.WARN, f"shared memory with small pages: {memory.reason}", hint)
 
 
 def _mpi() -> Iterator[Check]:

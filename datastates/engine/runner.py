@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from datastates.config import Config
 from datastates.errors import Closed, Conflict, Torn, Unavailable
-from datastates.lineage.states import StateFacts, Why
+from datastates.lineage.states import StateFacts, Status, Why
 from datastates.policy.contract import Cadence, Policy
 from datastates.policy.retention import Best
 from datastates.state.manifest import Manifest
@@ -59,6 +59,7 @@ from .scheduler import (
     Evict,
     GiveUp,
     GiveWay,
+    Inherited,
     LineOpened,
     PassOn,
     RoomNeeded,
@@ -180,6 +181,8 @@ class Runner:
         self._memory = memory
         memory.on_released = self._changed.notify_all
         self._asked = weakref.WeakValueDictionary[str, Progress]()
+        self.on_wanted: Callable[[str], None] = lambda uid: None
+        """Called with each state for whose durability a caller waits, on any thread."""
         self.on_durable: Callable[[int], None] = lambda added: None
         """Called with the bytes added whenever a state became durable, on any thread."""
         self._named = RefWatcher(context.database, self.outbox)
@@ -271,6 +274,7 @@ class Runner:
         progress = self.in_flight.progress_of(uid)
         if progress is not None:
             self._asked[uid] = progress
+        self.on_wanted(uid)
         self._post(Wanted(uid))
 
     def asked(self) -> Collection[str]:
@@ -294,6 +298,16 @@ class Runner:
             self._raise_if_closed()
             self.in_flight.adopt(uid, base)
         self._post(Adopted(uid))
+
+    def inherit(self, states: Mapping[str, Status]) -> None:
+        """Pass states of a dead process, which are in the memory tier and now belong to this
+        process in the lineage, to the engine."""
+        self._check_refs(is_forced=True)  # first, so that no head may leave
+        for uid, status in states.items():
+            with self._lock:
+                self._raise_if_closed()
+                self.in_flight.adopt(uid, None)
+            self._post(Inherited(uid, status is not Status.CAPTURED))
 
     def check_withdrawal(self, uid: str, *, is_forced: bool = False) -> None:
         """Raise unless a state may be dropped. ``is_forced``: also before it is copied to a further

@@ -117,6 +117,15 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
+class Inherited:
+    """A state of a process that died is in memory and in the lineage. It is like a state of a line
+    that went on: it may leave, unless a ref names it."""
+
+    uid: str
+    is_durable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """A state must become durable on request. ``is_near``: and stay off further tiers."""
 
@@ -216,6 +225,7 @@ Event = (
     | BestKnown
     | Recorded
     | Adopted
+    | Inherited
     | Wanted
     | RefsChanged
     | Written
@@ -417,6 +427,10 @@ class Engine:
                 return [*self._next_write(), *self._drop_surplus()] if event.is_last else []
             case Adopted(uid):
                 self._on_adopted(uid)
+            case Inherited(uid, is_durable):
+                self._enter(uid, uid)
+                self._entries[uid].is_durable = is_durable
+                self._loosen(uid)
             case Wanted(uid, is_near):
                 if not is_near:
                     self._awaited.add(uid)

@@ -9,16 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 from datastates import values
-from datastates.config import Config
+from datastates.agent.client import AgentClient
+from datastates.agent.messages import PROTOCOL, Register
+from datastates.config import AgentMode, Config
 from datastates.engine.copies import CLOSING_S
 from datastates.engine.in_flight import LineageContext
 from datastates.engine.runner import Runner
@@ -35,8 +39,10 @@ from datastates.storage.arena import Arena
 from datastates.storage.durable_files import Pace
 from datastates.storage.local import LocalTier
 from datastates.storage.memory import MemoryTier
+from datastates.storage.shared_memory import SharedMemory, make_shared_memory
 from datastates.storage.tier import Reader
-from datastates.storage.tiers import DURABLE, VOLATILE, Tiers
+from datastates.storage.tiers import CAPTURED, DURABLE, VOLATILE, Tiers
+from datastates.system import logs
 from datastates.system.at_exit import close_at_exit, closed
 from datastates.system.files import FileLock
 from datastates.system.interrupts import Mutex, undisturbed
@@ -61,6 +67,8 @@ from .location import Location, check_whole
 
 if TYPE_CHECKING:
     from datastates.lineage.session import Session
+
+    from .attach import LeftMemory
 
 _logger = logging.getLogger(__name__)
 
@@ -93,7 +101,39 @@ class ProcessResources:
     backups: Backups
     keeper: BackgroundRetention | None = None
     presence: Presence | None = None
+    agent: AgentClient | None = None
     is_shut_down: bool = False
+    watches: dict[str, Callable[[], None]] = field(default_factory=dict)
+    """By branch, what else is called once a second."""
+
+    def abandon(self) -> None:
+        """End the threads of a process that could not begin, and release its memory."""
+        if self.agent is not None:
+            self.agent.close()
+        with suppress(Exception):  # the caller raises what went wrong
+            self.runner.close()
+        self.backups.close(_FREE_S)
+        self.memory.close()
+        self.arena.close()
+
+    def watch(self, branch: str, look: Callable[[], None], rank: int, ranks: int) -> None:
+        """Note that this process tracks a branch; ``look`` is called once a second."""
+        self.watches[branch] = look
+        if self.agent is not None:
+            self.agent.track(branch, rank, ranks)
+
+    def unwatch(self, branch: str, look: Callable[[], None]) -> None:
+        """Call ``look`` no more."""
+        if self.watches.get(branch) == look:
+            del self.watches[branch]
+
+    def beat(self) -> None:
+        """Once a second, on a thread of its own: show that this process is at work."""
+        self.lease.touch()
+        for look in [*self.watches.values()]:
+            look()
+        if self.agent is not None:
+            self.agent.look()
 
     @property
     def memory(self) -> MemoryTier:
@@ -159,8 +199,12 @@ class ProcessResources:
             self.lease.close()
         if self.presence is not None:
             self.presence.close()
+        if self.agent is not None:
+            self.agent.close()
         self.memory.close()
         self.arena.close()
+        if self.arena.shared is not None:
+            self.arena.shared.close()
         self.tiers.close()
         self.is_shut_down = True
 
@@ -445,6 +489,7 @@ class Core:
         self.location, self.config = location, config
         self.node = socket.gethostname()
         self._pid = os.getpid()
+        self.argv = logs.arguments(sys.argv)
         check_whole(location)
         self.database = Database(location.database_url)
         try:
@@ -475,19 +520,19 @@ class Core:
 
     # --- what captures and arrivals need ----------------------------------------------------------
 
-    def engage(self) -> ProcessResources:
-        """The threads, memory, lease and run of this process, made on the first call.
+    def engage(self, left: LeftMemory | None = None) -> ProcessResources:
+        """The threads, memory, lease and run of this process, made on the first call, with the
+        memory that a dead process ``left``, if any.
 
         :raises Unavailable: the repository can only be read.
         """
         with self._engaging:
             if self.engaged is None:
-                self.engaged = self._engage()
+                self.engaged = self._engage(left)
                 close_at_exit(self, self.engaged.end_unowned)
             return self.engaged
 
-    def _engage(self) -> ProcessResources:
-        budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
+    def _engage(self, left: LeftMemory | None) -> ProcessResources:
         folder = self.home.check_writable()
         if self.config.tiers is None:
             check_tiers(self.database, self.tiers, raises=False)
@@ -496,11 +541,20 @@ class Core:
             facts[TIERS] = " ".join(tier.name for tier in self.tiers.further)
         run = describe_run(facts)
         lease = self.home.lease(run.uid)
+        shared, made = None, list[ProcessResources]()
+
+        def beat() -> None:
+            for each in made:
+                each.beat()
+
         try:
             with self.database.write() as session:
                 runs.start(session, run)
-            arena = Arena(budget)
+            shared = self._shared_memory() if left is None else left.shared
+            arena = Arena(self._budget_bytes, shared)
             memory = MemoryTier(arena, holder(self.node, run.uid))
+            if left is not None:
+                memory.take_over(left.states)
             books = LineageContext(self.database, run, folder, holder(self.node, run.uid))
             tiers = self.tiers
             runner = Runner(
@@ -510,17 +564,84 @@ class Core:
                 memory=memory,
                 local=tiers.durable,
                 further=tiers.further,
-                beat=lease.touch,
+                beat=beat,
             )
+            self.tiers.captured = memory
+            backups = Backups(self.database, self.location)
+            process = ProcessResources(
+                self.database, self.tiers, lease, run, arena, runner, backups
+            )
+            made.append(process)
+            if shared is not None:
+                self._connect_agent(process, shared, left)
+            if left is not None:
+                self._inherit(process, left)
         except BaseException:
+            for each in made:
+                each.abandon()
+            self.tiers.captured = None
             lease.close()
+            if shared is not None:
+                shared.close()
             raise
-        self.tiers.captured = memory
-        backups = Backups(self.database, self.location)
-        made = ProcessResources(self.database, self.tiers, lease, run, arena, runner, backups)
         if self.location.bucket:
-            made.presence = Presence(self.database, self.home)
-        return made
+            process.presence = Presence(self.database, self.home)
+        return process
+
+    @property
+    def _budget_bytes(self) -> int:
+        return self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
+
+    def _shared_memory(self) -> SharedMemory | None:
+        """Memory for the arena that an agent can hold; None if none is wanted, or there is none."""
+        if self.config.agent is AgentMode.INLINE:
+            return None
+        try:
+            return make_shared_memory(self._budget_bytes // CHUNK_BYTES * CHUNK_BYTES)
+        except Unavailable as exc:
+            _logger.warning("captured states are lost if this process dies: %s", exc)
+            return None
+
+    def _connect_agent(
+        self, made: ProcessResources, shared: SharedMemory, left: LeftMemory | None
+    ) -> None:
+        """Have the agent hold the memory, and the leases."""
+        inherited, leases = ((), ()) if left is None else (left.runs, left.leases)
+        location = self.location
+        told = Register(
+            PROTOCOL,
+            metadata.version("datastates"),
+            (made.run.uid, *inherited),
+            os.getpid(),
+            self.argv,
+            str(location.packs),
+            location.database_url,
+            location.bucket,
+            shared.size,
+            shared.pages.value,
+        )
+        made.agent = AgentClient(told, made.memory, shared, (made.lease.fileno(), *leases))
+        made.agent.begin()
+        made.runner.on_wanted = made.agent.want
+
+    def _inherit(self, made: ProcessResources, left: LeftMemory) -> None:
+        """Make the states that a dead process left this process's own. The agent holds them as
+        such already, so they survive this process at every moment."""
+        with self.database.write(durable=True) as session:
+            known = runs.hand_over(session, left.runs, made.run, volatile=VOLATILE)
+        for state in left.states:
+            if (uid := state.manifest.origin.uid) not in known:
+                made.memory.remove(uid)
+        here = frozenset(made.memory.uids())
+        gone = [uid for uid in known if uid not in here]
+        if gone:  # the memory of these was damaged
+            with self.database.write(durable=True) as session:
+                replicas.evict(session, gone, tier=CAPTURED, node=made.memory.node)
+        made.runner.inherit({uid: status for uid, status in known.items() if uid in here})
+        left.release()
+        for uid in left.runs:
+            with suppress(OSError):
+                (self.home.path / LEASES / uid).unlink()
 
     def runner(self) -> Runner:
         """The engine behind captures, merges and clones, made on the first call."""

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict, Unavailable
-from datastates.lineage.database import Database
 from datastates.lineage.states import Life, Run
 from datastates.system.files import (
     FileLock,
@@ -34,11 +34,13 @@ from datastates.system.files import (
     sync_folder,
 )
 
-from .environment import is_running
-from .location import Location
+from .environment import is_running, node_id
 
 if TYPE_CHECKING:
+    from datastates.lineage.database import Database
     from datastates.lineage.session import Session
+
+    from .location import Location
 
 LEASES = "leases"
 """The folder of the leases, inside the folder of packs."""
@@ -92,6 +94,63 @@ def look(packs: Path, uid: str) -> LeaseState:
         )
     except (ValueError, LookupError, TypeError):
         return LeaseState.FREE
+
+
+@dataclass(frozen=True, slots=True)
+class HeldByAgent:
+    """The process that holds a lease for a dead training, together with its memory: its address
+    for processes of its node, and the time at which it makes states durable, in seconds since the
+    epoch."""
+
+    address: str
+    node: str
+    host: str
+    pid: int
+    until: float
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the process is on this node."""
+        return self.node == node_id()
+
+    def describe(self) -> str:
+        """Who holds a branch, and for how long, in words."""
+        left = max(0.0, self.until - time.time())
+        return (
+            f"the agent on {self.host} (process {self.pid}), for a training that died. It makes its"
+            f" states durable in {left:.0f} s: try again then, or track the branch on that node"
+            " with Config(agent='process') to continue from its memory"
+        )
+
+
+def agent_note(inode: int, address: str, until: float) -> bytes:
+    """The note in a lease that an agent holds; see ``HeldByAgent``."""
+    note = {
+        "inode": inode,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "agent": address,
+        "node": node_id(),
+        "until": until,
+    }
+    return json.dumps(note).encode()
+
+
+def held_by_agent(packs: Path, uid: str) -> HeldByAgent | None:
+    """Who holds the lease of a run, if that is an agent; else None."""
+    if look(packs, uid) is not LeaseState.HELD:
+        return None
+    try:
+        note = json.loads(read_regular(packs / LEASES / uid, most=_PAGE))
+        return HeldByAgent(
+            str(note["agent"]),
+            str(note["node"]),
+            str(note["host"]),
+            int(note["pid"]),
+            note["until"],
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 # The folder of packs, which a repository recognizes by a uid stored in it, not by its path or by

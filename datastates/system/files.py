@@ -304,6 +304,11 @@ class FileLock:
         """The number of the locked file; a copy of the file has another."""
         return os.fstat(self._fd).st_ino
 
+    def fileno(self) -> int:
+        """The descriptor, which stays the lock's own. A process that it is passed to holds the lock
+        as well."""
+        return self._fd
+
     def write(self, note: str) -> None:
         """Write a text for processes that read the file; the file is empty if that fails.
 

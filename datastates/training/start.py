@@ -10,7 +10,7 @@ import re
 import secrets
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -26,10 +26,11 @@ from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage import lookup
 from datastates.lineage.query import names, revision, walk
 from datastates.lineage.query import names as names_query
-from datastates.lineage.states import SAVES, TAKEN, Ref, RefKind, Run, State
+from datastates.lineage.states import OURS, SAVES, TAKEN, Ref, RefKind, Run, State
 from datastates.lineage.views.detail import failures
 from datastates.lineage.write import refs, runs, segments
 from datastates.lineage.write.record import FIRST, Reduce
+from datastates.maintenance.attach import attach, left_behind
 from datastates.maintenance.core import Core, explain, is_elsewhere, nearest_here, nearest_kept
 from datastates.maintenance.environment import PROCESS, process_identity
 from datastates.maintenance.further import live_folders
@@ -52,6 +53,7 @@ from datastates.system.logs import event, say
 from datastates.values import Value
 
 from .collective import Ranks
+from .halt import HaltWatch
 from .tracker import Tracker, check_replicas
 from .training import (
     Training,
@@ -126,6 +128,9 @@ def holders(core: Core, session: Session, branch: str, *, takeover: bool) -> lis
         for run in runs.unfinished(session, branch)
         if (run.host, run.pid, run.config.get(PROCESS)) != here
     ]
+    if not takeover:
+        for _, note in left_behind(core, session, branch):
+            raise Conflict(f"branch {branch!r} is held by {note.describe()}")
     firsts = [run for run in others if not run.config.get(runs.RANK) and SAVES not in run.config]
     held = [
         run
@@ -548,6 +553,7 @@ def begin_tracking(
     ranks.same(terms.agreed({*objects, *plain}))
     with ranks.synchronized("begin on this branch"):
         core.tiers.check_parts(ranks.size)
+        attach(core, branch, ranks.rank, ranks.size, takeover=terms.takeover)
         cadence = _with_mtbf(core, terms.cadence)
         end_earlier(
             core,
@@ -568,6 +574,8 @@ def begin_tracking(
                 check_replicas(training)
             _begin_run(training, terms, origin)
             training.know_best()
+            training.halt = HaltWatch(training)
+            core.engage().watch(branch, training.halt.look, ranks.rank, ranks.size)
         except BaseException:
             for each in built:
                 each.undo()
@@ -606,7 +614,7 @@ def _start_point(core: Core, terms: Terms) -> tuple[str, StartPoint]:
 def _origin(core: Core, terms: Terms) -> StartPoint:
     if core.location.bucket:
         core.live_folders = live_folders(core, terms.branch)
-    return origin_of(
+    found = origin_of(
         core,
         terms.branch,
         terms.start,
@@ -614,6 +622,48 @@ def _origin(core: Core, terms: Terms) -> StartPoint:
         takeover=terms.takeover,
         nearest=terms.nearest,
     )
+    is_head = found.state is not None and not found.is_fork and not found.is_taken
+    return _skipping(core, terms.branch, found) if RESTART in os.environ and is_head else found
+
+
+RESTART = "DATASTATES_RESTART"
+"""The environment variable in which ``datastates agent run`` counts the starts of a job."""
+
+BEGAN_AT = f"{OURS}began_at"
+"""The key in the record of a training for the state from which it began."""
+
+_STRIKES = 3
+
+
+def _skipping(core: Core, branch: str, origin: StartPoint) -> StartPoint:
+    """The start of a job that is restarted. A state from which the last three processes died before
+    their first new state is skipped: the branch goes back to the state before it."""
+    state = origin.state
+    assert state is not None, "the caller has seen it"
+    with core.reading() as session:
+        deaths = runs.fruitless(session, branch, {BEGAN_AT: state.uid}, limit=_STRIKES)
+        before = nearest_here(core, session, state.parents[0]) if state.parents else None
+    if deaths < _STRIKES:
+        return origin
+    why = f"skipped: {_STRIKES} processes in a row died before their first new state"
+    skipped = event("state.skipped", branch=branch, state=state.uid, step=state.step)
+    if before is None:
+        _logger.warning(
+            "branch %s: %d processes in a row died after state %s, and no state before it can be"
+            " restored",
+            *(branch, _STRIKES, state.uid[:10]),
+            extra=skipped,
+        )
+        return origin
+    _logger.warning(
+        "branch %s: state %s (step %d) is %s. It goes back to state %s (step %d)",
+        *(branch, state.uid[:10], state.step, why, before.uid[:10], before.step),
+        extra=skipped,
+    )
+    with core.writing() as session:
+        refs.move(session, branch, before.uid, expected=state.uid, reason=why)
+        refs.write(session, why.capitalize(), state=state.uid, author="datastates")
+    return replace(origin, state=before, is_beyond=True)
 
 
 def _job(core: Core, terms: Terms) -> _Job:
@@ -657,6 +707,8 @@ def _training(
             terms.reduce,
         )
         config = {**config, **runs.of_job(job, ranks.rank, ranks.size)}
+    if begin is not None:
+        config = {**config, BEGAN_AT: begin.uid}
     parts = {"gradients": terms.gradients, "frozen": terms.frozen}
     training = Training(
         core, line=line, objects=objects, values=plain, cadence=cadence, config=config, **parts

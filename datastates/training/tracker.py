@@ -311,6 +311,7 @@ class Tracker:
         self._training.settle(loader)
         try:
             for batch in batches:
+                self._training.halt.check()
                 self._training.count_batch(accumulate)
                 yield batch
         finally:
@@ -353,8 +354,26 @@ class Tracker:
         :raises Unsupported: something tracked cannot be encoded; names it.
         :raises Closed: the tracker was closed, or this is a forked child.
         """
+        halt = self._training.halt
+        halt.check()
         with undisturbed():
-            return self._capture(metrics, step, message, attributes)
+            capture = self._capture(metrics, step, message, attributes)
+        if halt.count():
+            capture.wait("durable")
+            halt.end(self.step)
+        return capture
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether somebody asked this training to halt, and its last state is durable: end the
+        loop. A loop over ``steps`` and a further ``capture`` end the process by themselves, with
+        exit status 0.
+
+        with repo.track(branch="halting", model=model, optimizer=optimizer) as run:
+            while not run.should_stop and run.step < 100:
+                run.capture(metrics={"loss": train_step(next(batches))})
+        """
+        return self._training.halt.is_over
 
     def _capture(
         self,

@@ -67,6 +67,7 @@ from datastates.values import Value
 
 from .collective import Ranks
 from .configuration import with_used
+from .halt import HaltWatch
 from .script_checks import ScriptChecks
 
 if TYPE_CHECKING:
@@ -270,6 +271,7 @@ class Training:
         self.report: RestoreReport | None = None
         self.ranks = Ranks(SoloGroup())
         self.own: frozenset[str] = frozenset()
+        self.halt = HaltWatch(self)
         self._loader_size: int | None = None
         self._is_begun = self._has_loader = False
         self._captures = 0
@@ -796,6 +798,8 @@ class Training:
         self.script_checks.gradients.unhook()
         # the repository may outlive the models, and must not keep them alive
         self.core.trainings.discard(self)
+        if self.core.engaged is not None:
+            self.core.engaged.unwatch(self.branch, self.halt.look)
         self.core.drain()
         self.forget_layout()  # it keeps captured tensors and places in memory alive
         if self.line.tip is not None:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from datastates.lineage.session import Session
 
 
-RANK = f"{OURS}rank"
+RANK, RANKS = f"{OURS}rank", f"{OURS}ranks"
 _OURS = RUN.c.is_carried.is_(None)
 _VOLATILE: BindParameter[Any] = bindparam("volatile", expanding=True)
 _ELSEWHERE = exists().where(REPLICA.c.state_id == STATE.c.id, REPLICA.c.tier.not_in(_VOLATILE))
@@ -150,6 +150,34 @@ def note(session: Session, uid: str, facts: Mapping[str, Value]) -> None:
         session.execute(update(RUN).where(RUN.c.uid == uid).values(config={**found, **facts}))
 
 
+def noted(session: Session, branch: str, key: str) -> str | None:
+    """A text under a key of ours in the record of a training of the branch that has not finished.
+    None if there is none."""
+    text = RUN.c.config[key].as_string()
+    of = and_(RUN.c.branch == branch, RUN.c.finished_at.is_(None), text.is_not(None), _OURS)
+    found: str | None = session.execute(select(text).where(of).limit(1)).scalar()
+    return found
+
+
+def fruitless(session: Session, branch: str, noted_as: Mapping[str, str], *, limit: int) -> int:
+    """How many of the last ``limit`` trainings of a branch have these texts in their record, and
+    ended before their first state as their process died."""
+    process = RUN.alias("process")
+    rank = RUN.c.config[RANK].as_integer()
+    query = (
+        select(
+            *(RUN.c.config[key].as_string() == value for key, value in noted_as.items()),
+            process.c.config[DIED].as_boolean(),
+            ~exists().where(STATE.c.run_id == RUN.c.id),
+        )
+        .join_from(RUN, process, process.c.uid == RUN.c.process)
+        .where(RUN.c.branch == branch, _OURS, or_(rank.is_(None), rank == 0))
+        .order_by(RUN.c.id.desc())
+        .limit(limit)
+    )
+    return sum(all(row) for row in session.execute(query))
+
+
 def get(session: Session, uid: str) -> Run:
     """The run of this uid.
 
@@ -213,7 +241,7 @@ def of_job(job: str, rank: int, size: int) -> dict[str, Value]:
     """What each run of a training of several ranks records of it.
 
     There is one run for each rank. Views show the run of rank 0 only."""
-    return {f"{OURS}job": job, RANK: rank, f"{OURS}ranks": size}
+    return {f"{OURS}job": job, RANK: rank, RANKS: size}
 
 
 def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Run]:
@@ -258,7 +286,7 @@ def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[
     """
     uids = _with_trainings(session, [uid])
     query = select(STATE.c.uid, STATE.c.digest).where(
-        STATE.c.id.in_(union(_captured(uids), _cloned(uids)))
+        STATE.c.id.in_(union(_captured(uids), _cloned(uids), _in_places(_places(session, uids))))
     )
     query = query.where(STATE.c.status.not_in(GONE), STATE.c.world_size == 1, ~_ELSEWHERE)
     return {
@@ -274,7 +302,10 @@ def parts_in_memory(
     far as it is recorded: uid and rank, with the digest of the part.
     """
     uids = _with_trainings(session, [uid])
-    told = or_(RUN.c.uid.in_(uids), STATE.c.id.in_(_cloned(uids)))
+    told = or_(
+        RUN.c.uid.in_(uids),
+        STATE.c.id.in_(union(_cloned(uids), _in_places(_places(session, uids)))),
+    )
     its = (REPLICA.c.state_id == STATE.c.id, REPLICA.c.rank == PART.c.rank)
     query = (
         select(PART.c.state_uid, PART.c.rank, PART.c.digest)
@@ -310,14 +341,55 @@ def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str])
     return _move_back(session)
 
 
+def hand_over(
+    session: Session, dead: Collection[str], run: Run, *, volatile: Collection[str]
+) -> dict[str, Status]:
+    """Give a process the states in the ``volatile`` tiers of dead processes, whose memory it has;
+    returns their uids, with how safe each is.
+
+    The dead runs finish now, with a mark that they died. Their states that still wait for parts of
+    other ranks are removed.
+    """
+    for uid in sorted(dead):
+        note(session, uid, {DIED: True})
+    uids = _with_trainings(session, sorted(dead))
+    drop_waiting(session, uids)
+    _finish(session, uids, None)
+    place = holder(run.host, run.uid)
+    theirs = REPLICA.c.node.in_(_places(session, uids)) & REPLICA.c.tier.in_(list(volatile))
+    ids = list(session.execute(select(REPLICA.c.state_id).where(theirs).distinct()).scalars())
+    for some in batches(sorted(ids), 1000):
+        session.execute(
+            select(STATE.c.id)
+            .where(STATE.c.id.in_(some))
+            .order_by(STATE.c.id)
+            .with_for_update(of=STATE, key_share=True)
+        )
+    session.execute(update(REPLICA).where(theirs).values(node=place))
+    found = dict[str, Status]()
+    for some in batches(sorted(ids), 1000):
+        query = select(STATE.c.uid, STATE.c.status).where(STATE.c.id.in_(some))
+        found |= {row.uid: Status(row.status) for row in session.execute(query)}
+    return found
+
+
+def _places(session: Session, runs: Collection[str]) -> list[str]:
+    """The names of the memories of these runs."""
+    query = select(RUN.c.host, RUN.c.uid).where(RUN.c.uid.in_(runs))
+    return [holder(row.host, row.uid) for row in session.execute(query)]
+
+
 def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
     """Mark states as lost. Each replica in the memory of these processes is gone.
 
     A state that a living process cloned on the same database is still in the memory of that
     process. A replica that names no process belongs to the run that captured the state.
     """
+    places = _places(session, runs)
     theirs = union(_captured(runs), _cloned(runs), _shared(runs))
-    held = STATE.c.id.in_(theirs)
+    handed = _in_places(places)
+    taken = list(session.execute(handed.where(REPLICA.c.state_id.not_in(theirs))).scalars())
+    held = or_(STATE.c.id.in_(theirs), STATE.c.id.in_(taken))
     # in id order, as every writer does
     session.execute(
         select(STATE.c.id)
@@ -325,14 +397,10 @@ def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
         .order_by(STATE.c.id)
         .with_for_update(of=STATE, key_share=True)
     )
-    places = [
-        holder(row.host, row.uid)
-        for row in session.execute(select(RUN.c.host, RUN.c.uid).where(RUN.c.uid.in_(runs)))
-    ]
     of_captured = REPLICA.c.state_id.in_(_captured(runs)) & REPLICA.c.node.not_like(
         "%" + holder("", "") + "%"
     )
-    of_runs = REPLICA.c.state_id.in_(theirs) & REPLICA.c.node.in_(places)
+    of_runs = REPLICA.c.node.in_(places)
     session.execute(delete(REPLICA).where(REPLICA.c.tier.in_(volatile), or_(of_captured, of_runs)))
     session.execute(
         update(STATE)
@@ -365,6 +433,11 @@ def _cloned(runs: list[str]) -> Select[tuple[int]]:
         .join_from(CLONE, RUN, RUN.c.id == CLONE.c.run_id)
         .where(RUN.c.uid.in_(runs))
     )
+
+
+def _in_places(places: Collection[str]) -> Select[tuple[int]]:
+    """The states in these memories; a process may have them from one that died."""
+    return select(REPLICA.c.state_id).where(REPLICA.c.node.in_(places))
 
 
 def _shared(runs: list[str]) -> Select[tuple[int]]:
