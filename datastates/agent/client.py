@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from select import select
@@ -101,9 +100,9 @@ def connect_or_start() -> socket.socket:
 class AgentClient:
     """Guards the memory of one repository of this process. Safe from any thread.
 
-    ``register`` describes this process; ``leases`` are the descriptors of its leases, which the
-    agent holds as well. If the agent goes away, another one is started, and everything is reported
-    to it.
+    ``register`` describes this process. ``lease`` is the descriptor of its lease, which the agent
+    holds as well. ``inherited`` are those of dead runs whose memory it has; ``close`` closes them.
+    If the agent goes away, another one is started, and everything is reported to it.
     """
 
     def __init__(
@@ -111,10 +110,11 @@ class AgentClient:
         register: Register,
         memory: MemoryTier,
         shared: SharedMemory,
-        leases: Sequence[int],
+        lease: int,
+        inherited: tuple[int, ...] = (),
     ) -> None:
         self._register, self._memory, self._shared = register, memory, shared
-        self._leases = tuple(leases)
+        self._leases, self._inherited = (lease, *inherited), inherited
         self._inodes = [os.fstat(fd).st_ino for fd in self._fds()]
         self._socket: socket.socket | None = None
         self._inode = 0
@@ -179,6 +179,9 @@ class AgentClient:
         self._is_closed = True
         self._send(Ended())
         self._lose("")
+        for fd in self._inherited:
+            os.close(fd)
+        self._inherited = ()
 
     # --- below: the connection ---
 
@@ -248,8 +251,7 @@ class AgentClient:
             if connection is None:
                 return
             if _inode_of(connection.fileno()) != self._inode:
-                connection.detach()
-                self._lose("something in this process has closed the socket of the agent")
+                self._lose("")
                 return
             data = memoryview(b"".join(map(frame, messages)))
             try:
@@ -271,7 +273,10 @@ class AgentClient:
     def _lose(self, why: str) -> None:
         with self._lock:
             connection, self._socket = self._socket, None
-            if connection is not None:
+            if connection is not None and _inode_of(connection.fileno()) != self._inode:
+                connection.detach()  # the number is a file of somebody else's by now
+                why = "something in this process has closed the socket of the agent"
+            elif connection is not None:
                 connection.close()
         if why and why != self._why and not self._is_closed:
             lost = event("agent.lost", reason=why)

@@ -164,6 +164,9 @@ class Agent:
             if self._clients or self._open or self._takeovers:
                 idle_at = time.monotonic()
         self._listener.close()
+        for memory in list(self._clients):
+            if not _exists(memory.register.pid):
+                self._died(memory)
         for process in self._takeovers.values():
             process.send_signal(signal.SIGTERM)  # they make durable what must be, now
         for client in list(self._open):

@@ -60,21 +60,18 @@ class LeftMemory:
         """Let the process that held the memory end: the states belong to this process now."""
         with self.connection, suppress(OSError):
             send(self.connection, Ended())
-        self.abandon()
 
     def abandon(self) -> None:
-        """Leave the memory to the process that holds it; closes what came from there."""
+        """Leave the memory to the process that holds it."""
         self.connection.close()
-        for fd in self.leases:
-            os.close(fd)
-        self.leases = ()
 
 
 def left_behind(core: Core, session: Session, branch: str) -> list[tuple[Run, HeldByAgent]]:
     """The trainings of a branch that died and whose memory an agent holds."""
     found = []
     for run in runs.unfinished(session, branch):
-        note = held_by_agent(core.home.path, run.process or run.uid)
+        uid = run.process or run.uid
+        note = None if uid in core.inherited_runs else held_by_agent(core.home.path, uid)
         if note is not None:
             found.append((run, note))
     return found
@@ -103,6 +100,8 @@ def attach(core: Core, branch: str, rank: int, ranks: int, *, takeover: bool) ->
                 core.engage(left)
             except BaseException:
                 left.abandon()
+                for fd in left.leases:
+                    os.close(fd)
                 raise
             taken = event("agent.attached", branch=branch, states=len(left.states))
             say(
@@ -126,6 +125,7 @@ def _awaited(core: Core, branch: str) -> Iterator[tuple[Run, HeldByAgent]]:
                 run
                 for run in runs.unfinished(session, branch)
                 if run.uid not in noted
+                and (run.process or run.uid) not in core.inherited_runs
                 and is_running(run) is False
                 and look(core.home.path, run.process or run.uid) is LeaseState.HELD
             ]
@@ -145,7 +145,7 @@ def _fetch(note: HeldByAgent) -> LeftMemory | None:
         return None
     try:
         send(connection, Attach(PROTOCOL, metadata.version("datastates")))
-        attached, fds = receive(connection, Attached, 60.0)
+        attached, fds = receive(connection, Attached, _SETTLES_S)
         memory, reading, table, *leases = fds
         try:
             found = Table.read(table)

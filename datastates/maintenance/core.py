@@ -510,6 +510,10 @@ class Core:
             self.database.close()
             raise
         self.engaged: ProcessResources | None = None
+        self.left: LeftMemory | None = None
+        self.inherited_runs: frozenset[str] = frozenset()
+        """The dead runs whose memory this process, and the other ranks, continue from, until they
+        have begun runs of their own."""
         self.trainings: weakref.WeakSet[Training] = weakref.WeakSet()
         self.savers: dict[str, Closable] = {}
         self.servers: list[Closable] = []
@@ -572,10 +576,11 @@ class Core:
                 self.database, self.tiers, lease, run, arena, runner, backups
             )
             made.append(process)
-            if shared is not None:
-                self._connect_agent(process, shared, left)
+            if shared is not None and left is None:
+                self._connect_agent(process, shared, (), ())
             if left is not None:
-                self._inherit(process, left)
+                self._forget_damaged(left, memory)
+            self.left = left
         except BaseException:
             for each in made:
                 each.abandon()
@@ -602,11 +607,23 @@ class Core:
             _logger.warning("captured states are lost if this process dies: %s", exc)
             return None
 
+    def _forget_damaged(self, left: LeftMemory, memory: MemoryTier) -> None:
+        """Note that states are gone which a dead process had in memory, and which are not whole."""
+        here = frozenset(memory.uids())
+        with self.database.write(durable=True) as session:
+            for run in runs.by_uids(session, left.runs):
+                gone = runs.in_memory_of(session, [run.uid], volatile=VOLATILE) - here
+                place = holder(run.host, run.uid)
+                replicas.evict(session, sorted(gone), tier=CAPTURED, node=place)
+
     def _connect_agent(
-        self, made: ProcessResources, shared: SharedMemory, left: LeftMemory | None
+        self,
+        made: ProcessResources,
+        shared: SharedMemory,
+        inherited: tuple[str, ...],
+        leases: tuple[int, ...],
     ) -> None:
-        """Have the agent hold the memory, and the leases."""
-        inherited, leases = ((), ()) if left is None else (left.runs, left.leases)
+        """Have the agent hold the memory, and the leases of this run and of inherited ones."""
         location = self.location
         told = Register(
             PROTOCOL,
@@ -620,24 +637,35 @@ class Core:
             shared.size,
             shared.pages.value,
         )
-        made.agent = AgentClient(told, made.memory, shared, (made.lease.fileno(), *leases))
+        made.agent = AgentClient(told, made.memory, shared, made.lease.fileno(), leases)
         made.agent.begin()
         made.runner.on_wanted = made.agent.want
 
-    def _inherit(self, made: ProcessResources, left: LeftMemory) -> None:
-        """Make the states that a dead process left this process's own. The agent holds them as
-        such already, so they survive this process at every moment."""
-        with self.database.write(durable=True) as session:
-            known = runs.hand_over(session, left.runs, made.run, volatile=VOLATILE)
-        for state in left.states:
-            if (uid := state.manifest.origin.uid) not in known:
-                made.memory.remove(uid)
-        here = frozenset(made.memory.uids())
-        gone = [uid for uid in known if uid not in here]
-        if gone:  # the memory of these was damaged
-            with self.database.write(durable=True) as session:
-                replicas.evict(session, gone, tier=CAPTURED, node=made.memory.node)
-        made.runner.inherit({uid: status for uid, status in known.items() if uid in here})
+    @contextmanager
+    def inheriting(self) -> Iterator[Callable[[Session], None]]:
+        """A block that begins a run. It calls what it gets, in its transaction: the states that a
+        dead process left become this process's own with it.
+
+        At every moment, either the process that took the memory over holds them, or the agent does
+        for this process.
+        """
+        left, process = self.left, self.engage()
+        if left is None:
+            yield lambda session: None
+            return
+        if process.agent is None:
+            self._connect_agent(process, left.shared, left.runs, left.leases)
+        memory, known = process.memory, dict[str, Status]()
+        here = frozenset(memory.uids())
+
+        def hand_over(session: Session) -> None:
+            known.update(runs.hand_over(session, left.runs, process.run, volatile=VOLATILE))
+
+        yield hand_over
+        for uid in here.difference(known):
+            memory.remove(uid)
+        process.runner.inherit({uid: status for uid, status in known.items() if uid in here})
+        self.left = None
         left.release()
         for uid in left.runs:
             with suppress(OSError):
@@ -821,6 +849,8 @@ class Core:
         try:
             if self.engaged is not None:
                 self.engaged.shut_down()
+                if self.left is not None:
+                    self.left.abandon()
                 closed(self.engaged.end_unowned)
             else:
                 if self._has_written:

@@ -59,6 +59,10 @@ PATIENCE_S = 60.0
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 30.0
 _GROUP = 8  # states that are written together
+_ANSWERS_S = 60.0
+
+_hurried: list[int] = []
+"""Signals that ask to settle at once."""
 
 
 def whole_states(memory: memoryview, states: Mapping[str, WireState]) -> dict[str, WireState]:
@@ -100,35 +104,34 @@ class Takeover:
         self._listener = listen(address)
         self._note()
         self._states = whole_states(self._view, self._table.states)
-        self._is_hurried = False
+        self._attached: socket.socket | None = None
         self._trouble = ""
 
     def run(self) -> None:
         """Return once the states are another training's, or settled."""
         retry_s, next_at = _FIRST_RETRY_S, self._until
         while True:
-            while not self._is_hurried and (left_s := next_at - time.time()) > 0:
-                with suppress(InterruptedError):
-                    if select([self._listener], [], [], min(left_s, 1.0))[0]:
-                        if self._serve():
-                            return
-                        next_at = max(next_at, self._until)
+            while self._attached or not (_hurried or time.time() >= next_at):
+                waiting = [self._listener, *([self._attached] if self._attached else [])]
+                wait_s = 1.0 if self._attached else min(1.0, max(0.0, next_at - time.time()))
+                ready = select(waiting, [], [], wait_s)[0]
+                if self._attached in ready and self._has_ended():
+                    return
+                if self._listener in ready and self._serve():
+                    return
+                next_at = max(next_at, self._until)
+            _hurried.clear()
             if self._settle():
                 return
-            self._is_hurried = False
             next_at, retry_s = time.time() + retry_s, min(2 * retry_s, _LAST_RETRY_S)
-
-    def hurry(self) -> None:
-        """Settle now; callable by a signal handler."""
-        self._is_hurried = True
 
     def _settle(self) -> bool:
         """Settle; returns whether that succeeded. Otherwise the memory stays, and ``_trouble`` is
         the reason."""
         try:
             settle(self._table, self._states, self._view, self._release)
-        except (DatastatesError, OSError) as exc:
-            self._trouble = str(exc)
+        except Exception as exc:  # whatever it is, the memory must stay
+            self._trouble = str(exc) or repr(exc)
             _logger.warning("states of a dead training cannot be settled for now: %s", exc)
             return False
         return True
@@ -154,6 +157,7 @@ class Takeover:
             return False
         with connection:
             try:
+                connection.settimeout(_ANSWERS_S)
                 if who(connection)[1] != os.geteuid():
                     raise Unavailable(f"this memory is of user {os.geteuid()}")
                 match receive(connection, object)[0]:
@@ -165,7 +169,7 @@ class Takeover:
                             return True
                         raise Unavailable(self._trouble)
                     case Attach(protocol, version):
-                        return self._attach(connection, protocol, version)
+                        self._attach(connection, protocol, version)
                     case _:
                         raise Unavailable("this process only hands a memory over")
             except (DatastatesError, OSError) as exc:
@@ -173,12 +177,14 @@ class Takeover:
                     send(connection, Refused(str(exc)))
         return False
 
-    def _attach(self, connection: socket.socket, protocol: int, version: str) -> bool:
+    def _attach(self, connection: socket.socket, protocol: int, version: str) -> None:
+        """Send the memory to a training, which then holds its connection until the states are its
+        own."""
         register = self._register
         if (protocol, version) != (PROTOCOL, register.version):
             raise Unavailable(f"the states were captured by datastates {register.version}")
-        if not self._leases:
-            raise Unavailable("the run of the dead training is being settled")
+        if not self._leases or self._attached:
+            raise Unavailable("another process is taking this memory over: try again in a moment")
         frames = [self._table.frames[uid] for uid in self._states]
         table = make_table([frame(register), *self._table.shared, *frames])
         try:
@@ -186,13 +192,20 @@ class Takeover:
             send(connection, Attached(register.size, register.pages), fds)
         finally:
             os.close(table)
-        try:
-            receive(connection, Ended, PATIENCE_S)
-        except DatastatesError:
-            # it died before the states were its own: the next one has as long as this one had
-            self._until = time.time() + PATIENCE_S
-            self._note()
-            return False
+        self._attached = connection.dup()
+
+    def _has_ended(self) -> bool:
+        """Whether the training that attached has the states now. If it died before, the next one
+        has as long as it had."""
+        attached, self._attached = self._attached, None
+        assert attached is not None, "the caller has seen it"
+        with attached:
+            try:
+                receive(attached, Ended)
+            except DatastatesError:
+                self._until = time.time() + PATIENCE_S
+                self._note()
+                return False
         return True
 
     def _status(self) -> HeldMemory:
@@ -225,15 +238,17 @@ def settle(
     release: Callable[[], None],
 ) -> None:
     """Write the states of a dead training that must not be lost, newest first, ``release`` its
-    leases, and settle its run. Does nothing if the run is settled already.
+    leases, and settle its run. States that another process has taken over are left to it.
 
     :raises DatastatesError: that is not possible for now.
     """
     # each of these imports torch
     from datastates.lineage.database import Database
+    from datastates.lineage.lookup import batches
     from datastates.lineage.query.names import refs
     from datastates.lineage.write import runs
     from datastates.storage.local import LocalTier
+    from datastates.storage.tiers import VOLATILE
 
     from .core import recover
     from .location import Location
@@ -247,18 +262,15 @@ def settle(
         home = register_folder(location, database)
         home.check_writable()
         with database.read() as session:
-            found = runs.by_uids(session, register.runs)
-            if all(run.finished_at is not None for run in found):
-                return
             named = {ref.state for ref in refs(session)} | table.wants
+            held = runs.in_memory_of(session, register.runs, volatile=VOLATILE)
+        chosen = {uid: states[uid] for uid in reversed([*states]) if uid in named & held}
+        if len(whole := whole_states(memory, chosen)) < len(chosen):
+            _logger.warning("%d states were damaged in memory", len(chosen) - len(whole))
         local = LocalTier(location.packs)
         try:
-            chosen = [states[uid] for uid in reversed([*states]) if uid in named]
-            for start in range(0, len(chosen), _GROUP):
-                puts = [
-                    put for state in chosen[start : start + _GROUP] for put in _puts(state, memory)
-                ]
-                local.put_all(puts)
+            for some in batches([*whole.values()], _GROUP):
+                local.put_all([put for state in some for put in _puts(state, memory)])
             release()
             recover(database, local, home)
         finally:
@@ -285,10 +297,9 @@ def _puts(state: WireState, memory: memoryview) -> Iterator[Put]:
 
 def main(arguments: Sequence[str]) -> None:
     """Hold the memory in these descriptors; see ``Takeover``."""
-    takeover = Takeover(arguments[0], *map(int, arguments[1:]))
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: takeover.hurry())
-    takeover.run()
+        signal.signal(number, lambda number, _: _hurried.append(number))
+    Takeover(arguments[0], *map(int, arguments[1:])).run()
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ def holders(core: Core, session: Session, branch: str, *, takeover: bool) -> lis
         run
         for run in runs.unfinished(session, branch)
         if (run.host, run.pid, run.config.get(PROCESS)) != here
+        and (run.process or run.uid) not in core.inherited_runs
     ]
     if not takeover:
         for _, note in left_behind(core, session, branch):
@@ -560,6 +561,14 @@ def begin_tracking(
             branch,
             partial(check_origin, core, branch, start, resume=terms.resume, nearest=terms.nearest),
         )
+    if ranks.size > 1:
+        own = msgspec.msgpack.encode(core.left.runs if core.left is not None else ())
+        everyone = ranks.group.exchange(own)
+        core.inherited_runs = frozenset().union(
+            *(msgspec.msgpack.decode(each, type=list[str]) for each in everyone)
+        )
+    elif core.left is not None:
+        core.inherited_runs = frozenset(core.left.runs)
     with undisturbed():
         job, origin = _start_point(core, terms)
         built: list[Training] = []
@@ -753,9 +762,12 @@ def _begin_run(training: Training, terms: Terms, origin: StartPoint) -> None:
     core, ranks, begin = training.core, terms.ranks, origin.state
 
     def begin_first() -> None:
+        is_moved = origin.is_fork or origin.is_taken
         with (
-            core.writing() if origin.is_fork or origin.is_taken else core.database.write()
-        ) as session:
+            core.inheriting() as hand_over,
+            core.writing() if is_moved else core.database.write() as session,
+        ):
+            hand_over(session)
             claim(session, training, begin, takeover=terms.takeover, is_taken=origin.is_taken)
             training.begin_run(session)
             if begin is not None and origin.is_fork:
@@ -763,7 +775,8 @@ def _begin_run(training: Training, terms: Terms, origin: StartPoint) -> None:
 
     with ranks.synchronized("begin its run"):
         if not ranks.is_first:
-            with core.database.write() as session:
+            with core.inheriting() as hand_over, core.database.write() as session:
+                hand_over(session)
                 training.begin_run(session)
     ranks.first("begin its run", begin_first, type(None))
 

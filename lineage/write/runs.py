@@ -278,6 +278,13 @@ def unfinished(session: Session, branch: str | None = None) -> list[Run]:
     return list(_by_id(session, query).values())
 
 
+def in_memory_of(session: Session, uids: Collection[str], *, volatile: Collection[str]) -> set[str]:
+    """The uids of the states that are recorded as being in the memory of these processes."""
+    query = select(STATE.c.uid).join_from(REPLICA, STATE, STATE.c.id == REPLICA.c.state_id)
+    places = REPLICA.c.node.in_(_places(session, uids)), REPLICA.c.tier.in_(list(volatile))
+    return set(session.execute(query.where(*places)).scalars())
+
+
 def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[str, str]:
     """The states of one part that a process captured or cloned and that only memory holds, as far
     as it is recorded: uids with digests.
