@@ -120,7 +120,8 @@ class Config:
     - ``data``: what carries the bytes of clones.
     - ``agent``: ``process`` keeps captured states in memory that the agent of this node holds too.
       They survive this process: the next one that tracks the branch continues from them. The first
-      process starts the agent. ``inline`` keeps them in this process alone.
+      process starts the agent. ``inline`` keeps them in this process alone. None takes
+      ``DATASTATES_AGENT``, which ``datastates agent run`` sets, and else ``inline``.
     - ``processors``: your own steps, called with every state that is captured or merged
       (``datastates.Processor``).
     - ``tiers``: further tiers, nearest first. Each is a ``datastates.storage.Tier`` or a URL such
@@ -156,7 +157,7 @@ class Config:
     group_patience_s: float = 60.0
     memory_latest: int | None = None
     device_bytes: int = 0
-    agent: AgentMode = AgentMode.INLINE
+    agent: AgentMode | None = None
 
     def __post_init__(self) -> None:
         checks: dict[str, values.Check] = {
@@ -188,7 +189,9 @@ class Config:
             "back_pressure": values.choice(self.back_pressure, BackPressure, "back_pressure"),
             "on_failure": values.choice(self.on_failure, OnFailure, "on_failure"),
             "data": values.choice(self.data, Data, "data"),
-            "agent": values.choice(self.agent, AgentMode, "agent"),
+            "agent": values.optional(lambda value, what: values.choice(value, AgentMode, what))(
+                self.agent, "agent"
+            ),
             "trace": None if trace is None else os.path.abspath(values.path(trace, "trace")),
             "retention": retention_of(self.retention),
             "processors": _checked(self.processors),
@@ -231,6 +234,15 @@ class Config:
             every=every,
             interval_s=configured.interval_s if durable_interval_s is None else durable_interval_s,
         )
+
+    @property
+    def uses_agent(self) -> bool:
+        """Whether captured states are to survive the process.
+
+        :raises InvalidInput: ``DATASTATES_AGENT`` does not parse.
+        """
+        chosen = self.agent or Config.from_environment().agent
+        return chosen is AgentMode.PROCESS
 
     @property
     def _is_unset(self) -> bool:

@@ -101,7 +101,7 @@ class AgentClient:
     """Guards the memory of one repository of this process. Safe from any thread.
 
     ``register`` describes this process. ``lease`` is the descriptor of its lease, which the agent
-    holds as well. ``inherited`` are those of dead runs whose memory it has; ``close`` closes them.
+    holds as well. ``inherited`` are those of dead runs whose memory it has, until ``settle``.
     If the agent goes away, another one is started, and everything is reported to it.
     """
 
@@ -179,9 +179,23 @@ class AgentClient:
         self._is_closed = True
         self._send(Ended())
         self._lose("")
-        for fd in self._inherited:
+        self._close_inherited()
+
+    def settle(self) -> None:
+        """Let the agent hold this process's own lease alone: the dead runs are settled."""
+        if self._inherited:
+            own = self._register.runs[:1]
+            self._register = msgspec.structs.replace(self._register, runs=own)
+            self._leases = self._leases[:1]
+            self._inodes = self._inodes[:3]
+            self._lose("")
+            self._connect()
+            self._close_inherited()
+
+    def _close_inherited(self) -> None:
+        inherited, self._inherited = self._inherited, ()
+        for fd in inherited:
             os.close(fd)
-        self._inherited = ()
 
     # --- below: the connection ---
 

@@ -153,7 +153,8 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
     """One memory: the training that fills it, or filled it before it died.
 
-    ``newest_at`` is when its newest state came, in seconds since the epoch, 0 before the first.
+    ``newest_at`` is when its newest state came, in seconds since the epoch; before the first, when
+    the training came.
     ``trouble`` is why its states could not be made durable yet, or empty. ``until`` is when they
     are made durable if no training takes the memory over, or 0 while the training lives."""
 

@@ -73,7 +73,7 @@ class _Memory:
     states: dict[str, bytes] = field(default_factory=dict)
     wants: dict[str, bytes] = field(default_factory=dict)
     tracks: dict[str, tuple[Tracks, bytes]] = field(default_factory=dict)
-    newest_at: float = 0.0
+    newest_at: float = field(default_factory=time.time)
 
     def note(self, message: Message, whole: bytes) -> None:
         """Keep what a message says about the memory.

@@ -78,7 +78,7 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
             _life(each),
             size_text(each.size),
             str(each.states),
-            _age(each.newest_at),
+            _age(each.newest_at) if each.states else "-",
             each.pages,
             each.packs,
         )
@@ -97,7 +97,7 @@ def _life(each: HeldMemory) -> str:
 
 
 def _age(at: float) -> str:
-    return "-" if not at else f"{max(0.0, time.time() - at):.1f} s ago"
+    return f"{max(0.0, time.time() - at):.1f} s ago"
 
 
 def _as_dict(each: HeldMemory) -> dict[str, object]:
@@ -113,7 +113,7 @@ def _as_dict(each: HeldMemory) -> dict[str, object]:
         "pages": each.pages,
         "memory_bytes": each.size,
         "states": each.states,
-        "newest_at": each.newest_at or None,
+        "newest_at": each.newest_at if each.states else None,
         "until": each.until or None,
         "trouble": each.trouble or None,
     }
@@ -312,24 +312,20 @@ class Job:
             process = subprocess.Popen(self.command, env=environment, process_group=0)
         except OSError as exc:
             raise InvalidInput(f"{self.command[0]} cannot be started: {exc.strerror}") from exc
-        began = time.time()
         told = 0
         while process.poll() is None:
             if len(self._asked_to_end) > told:
                 _signal(process.pid, self._asked_to_end[told])
                 told += 1
             if self.hang_s is not None and not self._asked_to_end:
-                hung = [each for each in _held(folder) if self._is_hung(each, began)]
+                at = time.time() - self.hang_s
+                hung = [each for each in _held(folder) if each.newest_at < at]
                 if hung:
                     self._end_hung(process, hung, folder)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_LOOK_S)
         self._kill(process, folder)  # what it left behind
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-    def _is_hung(self, each: HeldMemory, began: float) -> bool:
-        assert self.hang_s is not None, "the caller has seen it"
-        return time.time() - max(each.newest_at, began) > self.hang_s
 
     def _end_hung(
         self, process: subprocess.Popen[bytes], hung: list[HeldMemory], folder: Path

@@ -23,7 +23,6 @@ from datastates.agent.messages import (
     receive,
     send,
 )
-from datastates.config import AgentMode
 from datastates.errors import Closed, Unavailable
 from datastates.lineage.states import Run
 from datastates.lineage.write import runs
@@ -86,7 +85,7 @@ def attach(core: Core, branch: str, rank: int, ranks: int, *, takeover: bool) ->
 
     :raises Unavailable: the states can neither be taken over nor be made durable.
     """
-    uses_agent = core.config.agent is AgentMode.PROCESS
+    uses_agent = core.config.uses_agent
     settled = set[str]()
     for run, note in _awaited(core, branch):
         if not note.is_here or note.address in settled:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 from datastates import values
 from datastates.agent.client import AgentClient
 from datastates.agent.messages import PROTOCOL, Register
-from datastates.config import AgentMode, Config
+from datastates.config import Config
 from datastates.engine.copies import CLOSING_S
 from datastates.engine.in_flight import LineageContext
 from datastates.engine.runner import Runner
@@ -599,7 +599,7 @@ class Core:
 
     def _shared_memory(self) -> SharedMemory | None:
         """Memory for the arena that an agent can hold; None if none is wanted, or there is none."""
-        if self.config.agent is AgentMode.INLINE:
+        if not self.config.uses_agent:
             return None
         try:
             return make_shared_memory(self._budget_bytes // CHUNK_BYTES * CHUNK_BYTES)
@@ -667,6 +667,8 @@ class Core:
         process.runner.inherit({uid: status for uid, status in known.items() if uid in here})
         self.left = None
         left.release()
+        if process.agent is not None:
+            process.agent.settle()
         for uid in left.runs:
             with suppress(OSError):
                 (self.home.path / LEASES / uid).unlink()

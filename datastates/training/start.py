@@ -650,7 +650,8 @@ def _skipping(core: Core, branch: str, origin: StartPoint) -> StartPoint:
     state = origin.state
     assert state is not None, "the caller has seen it"
     with core.reading() as session:
-        deaths = runs.fruitless(session, branch, {BEGAN_AT: state.uid}, limit=_STRIKES)
+        dead = core.inherited_runs
+        deaths = runs.fruitless(session, branch, BEGAN_AT, state.uid, dead=dead, limit=_STRIKES)
         before = nearest_here(core, session, state.parents[0]) if state.parents else None
     if deaths < _STRIKES:
         return origin

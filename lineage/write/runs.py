@@ -159,15 +159,17 @@ def noted(session: Session, branch: str, key: str) -> str | None:
     return found
 
 
-def fruitless(session: Session, branch: str, noted_as: Mapping[str, str], *, limit: int) -> int:
-    """How many of the last ``limit`` trainings of a branch have these texts in their record, and
-    ended before their first state as their process died."""
+def fruitless(
+    session: Session, branch: str, key: str, value: str, *, dead: Collection[str], limit: int
+) -> int:
+    """How many of the last ``limit`` trainings of a branch have this text in their record, and
+    ended before their first state as their process died, or is among the ``dead``."""
     process = RUN.alias("process")
     rank = RUN.c.config[RANK].as_integer()
     query = (
         select(
-            *(RUN.c.config[key].as_string() == value for key, value in noted_as.items()),
-            process.c.config[DIED].as_boolean(),
+            RUN.c.config[key].as_string() == value,
+            or_(process.c.config[DIED].as_boolean(), process.c.uid.in_(list(dead))),
             ~exists().where(STATE.c.run_id == RUN.c.id),
         )
         .join_from(RUN, process, process.c.uid == RUN.c.process)
