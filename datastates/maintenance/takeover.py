@@ -11,6 +11,7 @@ torch is imported only to write, so that a training that is started again need n
 
 from __future__ import annotations
 
+import json
 import logging
 import mmap
 import os
@@ -35,9 +36,11 @@ from datastates.agent.messages import (
     Ended,
     HeldMemory,
     Refused,
+    Register,
     Settle,
     Table,
     WireState,
+    connect,
     frame,
     listen,
     make_table,
@@ -52,6 +55,8 @@ from .lease import agent_note, register_folder
 if TYPE_CHECKING:
     from datastates.storage.local import Put
 
+    from .location import Location
+
 _logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
@@ -60,6 +65,10 @@ PATIENCE_S = 60.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 30.0
 _GROUP = 8  # states that are written together
 _ANSWERS_S = 60.0
+_DELETED_S = 600.0
+"""How long a repository may be missing, in seconds, before it counts as deleted."""
+
+_NOTE_BYTES = 4096
 
 _hurried: list[int] = []
 """Signals that ask to settle at once."""
@@ -119,10 +128,16 @@ class Takeover:
                     return
                 if self._listener in ready and self._serve():
                     return
-                next_at = max(next_at, self._until)
+                if not self._attached and (other := self._other_holder()) is not None:
+                    if _listens(other):
+                        return
+                    break  # it has ended, so this only has to see that all is settled
             _hurried.clear()
             if self._settle():
                 return
+            is_missing = not location_of(self._register).is_present
+            if is_missing and time.time() > self._until + _DELETED_S:
+                return  # somebody deleted the repository
             next_at, retry_s = time.time() + retry_s, min(2 * retry_s, _LAST_RETRY_S)
 
     def _settle(self) -> bool:
@@ -143,6 +158,16 @@ class Takeover:
                 note = agent_note(os.fstat(fd).st_ino, self._address, self._until)
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, note, 0)
+
+    def _other_holder(self) -> str | None:
+        """The address of a process that took the same memory over later: after a training that
+        attached, and died before the states were its own. None if there is none."""
+        for fd in self._leases:
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                address = json.loads(os.pread(fd, _NOTE_BYTES, 0))["agent"]
+                if address != self._address:
+                    return str(address)
+        return None
 
     def _release(self) -> None:
         for fd in self._leases:
@@ -231,6 +256,13 @@ class Takeover:
 # --- settling ---
 
 
+def location_of(register: Register) -> Location:
+    """Where the states of a memory belong."""
+    from .location import Location  # imports SQLAlchemy
+
+    return Location(register.database, Path(register.packs), register.bucket)
+
+
 def settle(
     table: Table,
     states: Mapping[str, WireState],
@@ -251,10 +283,9 @@ def settle(
     from datastates.storage.tiers import VOLATILE
 
     from .core import recover
-    from .location import Location
 
     register = table.register
-    location = Location(register.database, Path(register.packs), register.bucket)
+    location = location_of(register)
     if not location.is_present:
         raise Unavailable(f"there is no repository in {location} any more")
     database = Database(location.database_url)
@@ -293,6 +324,14 @@ def _puts(state: WireState, memory: memoryview) -> Iterator[Put]:
             for slot, chunk in zip(slots, part.content.chunks, strict=True)
         ]
         yield Put(Payload(part, chunks))
+
+
+def _listens(address: str) -> bool:
+    try:
+        connect(address).close()
+    except Unavailable:
+        return False
+    return True
 
 
 def main(arguments: Sequence[str]) -> None:

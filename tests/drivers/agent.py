@@ -671,7 +671,6 @@ def drive(folder: Path, count: int, *, what: str, seed: int = 0, at: str | None 
             if book is None or number % ROUNDS_OF_A_FOLDER == 0:
                 if book is not None:
                     driver.finish(book)
-                    shutil.rmtree(book.folder)
                 book = Book(str(folder / f"{what}-{number}"), seed + number)
             began, anomalies = time.monotonic(), len(report.anomalies)
             said = driver.round_in(book)
