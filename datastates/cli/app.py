@@ -69,7 +69,7 @@ EXAMPLES = {
     "import": "datastates import baseline-bundle --repo elsewhere",
     "clone": "datastates clone tcp://127.0.0.1:4711/main --repo mine",
     "copy": "datastates copy baseline --to s3",
-    "agent": "datastates agent run -- python train.py",
+    "agent": "datastates agent status",
     "serve": "datastates serve http://127.0.0.1:8642 tcp://127.0.0.1:4711",
     "token": "datastates token clone.token",
     "init": "datastates init elsewhere",

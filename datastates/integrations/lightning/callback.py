@@ -380,6 +380,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         """
         super().__init__()
         check_repository(repo)
+        if unknown := sorted(options.keys() - TrackOptions.__annotations__):
+            raise TypeError(f"DatastatesCallback has no option {', '.join(unknown)}")
         self._given, self.branch, self._start, self.every = repo, branch, start, every
         self._config, self._options = config, options
         self._repo: Repository | None = None
