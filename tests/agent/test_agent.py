@@ -366,6 +366,46 @@ def train_and_damage(*, repo: str, say: Say) -> None:
         signal.pause()
 
 
+_GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.mark.skipif(
+    not os.access(_GROUPS / "memory.limit_in_bytes", os.R_OK) or os.geteuid() != 0,
+    reason="only root can make a control group, and only version 1 is written to here",
+)
+def test_a_training_that_is_killed_for_memory_continues(tmp_path: Path, folder: Path) -> None:
+    """The agent is in another control group; the one of the training has 1 GiB."""
+    group = _GROUPS / folder.name
+    with subprocess.Popen([sys.executable, "-m", "datastates.agent.server"], cwd="/"):
+        until(lambda: (folder / f"datastates-agent-{os.geteuid()}.sock").exists(), "it listens")
+        group.mkdir()
+        try:
+            (group / "memory.limit_in_bytes").write_text(str(1 << 30))
+            with job(
+                1, "tests.agent.test_agent:train_and_fill", repo=str(tmp_path), group=str(group)
+            ) as ranks:
+                assert ranks.wait(0) == -signal.SIGKILL
+            assert _trained(tmp_path, 1)[0][:3] == ["from", "3", "captured"]
+            until(lambda: not _processes(folder), "the agent releases the memory")
+        finally:
+            group.rmdir()
+
+
+def train_and_fill(*, repo: str, group: str, say: Say) -> None:
+    (Path(group) / "tasks").write_text(str(os.getpid()))
+    model, optimizer = make()
+    config = Config(agent=AgentMode.PROCESS, memory_bytes=64 << 20, durable_interval_s=None)
+    with datastates.open(repo, config=config) as repository:
+        run = repository.track(model=model, optimizer=optimizer)
+        for _ in range(3):
+            update(model, optimizer)
+            run.capture().wait("captured")
+        say("captured")
+        filled = []
+        while True:
+            filled.append(torch.ones(8 << 20))
+
+
 def test_two_ranks_continue_from_memory(tmp_path: Path) -> None:
     with job(2, "tests.agent.test_agent:train_ranks", repo=str(tmp_path), hang=True) as ranks:
         for rank in (0, 1):
