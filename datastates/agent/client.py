@@ -177,6 +177,7 @@ class AgentClient:
     def close(self) -> None:
         """Release the agent: what memory holds is not needed any more. Idempotent."""
         self._is_closed = True
+        _clients.discard(self)
         self._send(Ended())
         self._lose("")
         self._close_inherited()

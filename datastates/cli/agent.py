@@ -39,7 +39,7 @@ agent = typer.Typer(
 
 _LOOK_S = 0.5
 _AGAIN_S = 1.0
-_STACKS_S = 2.0
+_STACKS_S = 10.0
 _END_S = 30.0
 """How long processes may take to end after SIGTERM, in seconds."""
 
@@ -361,15 +361,17 @@ def _stacks(pid: int, folder: Path) -> str:
     with contextlib.suppress(ProcessLookupError):
         if path.exists():  # else the signal would kill it
             os.kill(pid, signal.SIGUSR2)
-    deadline = time.monotonic() + _STACKS_S
+    deadline, before = time.monotonic() + _STACKS_S, ""
     while time.monotonic() < deadline:
+        time.sleep(0.2)
         with contextlib.suppress(OSError):
-            if text := path.read_text(errors="replace").strip():
+            text = path.read_text(errors="replace").strip()
+            if text and text == before:  # it has written all of them
                 threads = text.split("\n\n")
                 return "\n\n".join(
                     [each for each in threads if " in _bootstrap" not in each] or threads
                 )
-        time.sleep(0.05)
+            before = text
     return "(it does not answer)"
 
 

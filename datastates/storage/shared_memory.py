@@ -54,12 +54,13 @@ class Pages(StrEnum):
     SMALL = "small"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SharedMemory:
     """A file of ``size`` bytes in memory.
 
-    ``fd`` can be mapped for writing, ``read_fd`` only for reading. ``reason`` is why its pages are
-    small, else empty. Whoever has it closes it."""
+    ``fd`` can be mapped for writing, ``read_fd`` only for reading. Both are -1 once it is closed.
+    ``reason`` is why its pages are small, else empty. Whoever has it closes it.
+    """
 
     fd: int
     read_fd: int
@@ -68,10 +69,12 @@ class SharedMemory:
     reason: str = ""
 
     def close(self) -> None:
-        """Close the descriptors; what is mapped stays mapped."""
-        for fd in (self.fd, self.read_fd):
-            with suppress(OSError):
-                os.close(fd)
+        """Close the descriptors; what is mapped stays mapped. Idempotent."""
+        fds, self.fd, self.read_fd = (self.fd, self.read_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                with suppress(OSError):
+                    os.close(fd)
 
 
 def make_shared_memory(size: int, pages: Pages | None = None) -> SharedMemory:

@@ -296,6 +296,24 @@ def test_a_forked_child_does_not_keep_the_memory(tmp_path: Path) -> None:
         assert agent.trouble is None
 
 
+def test_a_fork_after_the_end_closes_nothing_of_others(tmp_path: Path) -> None:
+    """The numbers of the descriptors belong to other files by then."""
+    config = Config(agent=AgentMode.PROCESS, memory_bytes=64 << 20, durable_interval_s=None)
+    model, optimizer = make()
+    repo = datastates.open(tmp_path, config=config)
+    repo.track(model=model, optimizer=optimizer).capture().wait("captured")
+    agent = repo.core.engage().agent
+    assert agent is not None
+    repo.close()
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
+    child = os.fork()
+    if not child:
+        os._exit(0 if all(map(_is_open, files)) else 1)
+    for fd in files:
+        os.close(fd)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def _is_open(fd: int) -> bool:
     try:
         os.fstat(fd)

@@ -26,6 +26,7 @@ from transformers import (
 
 from datastates import Cadence, Config, Repository
 from datastates import open as open_repository
+from datastates.errors import NotFound
 from datastates.integrations.transformers import DatastatesCallback
 
 Say = Callable[..., object]
@@ -142,10 +143,13 @@ class Awaited(TrainerCallback):  # type: ignore[misc]  # as above
         self.repo, self.step = repo, step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        while state.global_step == self.step and all(
-            found.status != "durable" for found in self.repo.log("main")
-        ):
+        while state.global_step == self.step and not self._has_durable():
             time.sleep(0.01)
+
+    def _has_durable(self) -> bool:
+        with suppress(NotFound):  # another rank has not reported its part of the first state
+            return any(found.status == "durable" for found in self.repo.log("main"))
+        return False
 
 
 class StopAt(TrainerCallback):  # type: ignore[misc]  # as above
