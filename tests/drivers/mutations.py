@@ -150,7 +150,8 @@ def change(plain: Any, random: Random) -> None:
             case 3:
                 del container[key]
             case 4 if isinstance(container, list):
-                container[key:key] = [container[key]] * random.choice([1, 1, 1000])
+                most = 1000 if len(places) < 1000 else 1  # twice would be a million times as much
+                container[key:key] = [container[key]] * random.choice([1, 1, most])
             case _:
                 other, there = random.choice(places)
                 container[key] = _copy(other[there])
