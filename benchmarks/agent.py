@@ -1,5 +1,6 @@
-"""The cost of an agent, and what it saves: training steps with captured states in private memory,
-and in memory that the agent holds, with huge and with small pages; and restarts after ``kill -9``.
+"""The cost of an agent, and what it saves: training steps with captured states, and restarts after
+``kill -9``. States are in private memory, or in memory that the agent holds, with huge or small
+pages.
 
     python benchmarks/agent.py [--states 100k 6M …] [--seconds S] [--rounds N] [--quick]
     python benchmarks/agent.py --restart [--rounds N] [--quick]
@@ -10,8 +11,8 @@ state. ``over`` compares the time of all steps with the same steps of ``plain``.
 time in ``capture``, ``CPU`` the processor time of the training process, both for each step.
 
 ``--restart`` kills a training whose state has 1.25 GB, and starts it again. The time is from the
-call of ``track`` until the live tensors have the state: from the memory that the agent holds, from
-the newest durable state, and by ``torch.load`` from the page cache.
+call of ``track`` until the live tensors have the state. The state comes from the memory that the
+agent holds, from the newest durable state, or by ``torch.load`` from the page cache.
 """
 
 from __future__ import annotations

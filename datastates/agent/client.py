@@ -24,7 +24,7 @@ from typing import IO
 
 import msgspec
 
-from datastates.errors import DatastatesError, Unavailable
+from datastates.errors import Closed, DatastatesError, Unavailable
 from datastates.storage.memory import MemoryTier, StateInSlots
 from datastates.storage.shared_memory import SharedMemory
 from datastates.system.interrupts import Mutex
@@ -73,7 +73,7 @@ _clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 def connect_or_start() -> socket.socket:
     """A connection to the agent of this user, which is started if there is none.
 
-    :raises Unavailable: none answers.
+    :raises Unavailable: none responds.
     """
     address = agent_address()
     with suppress(Unavailable):
@@ -98,10 +98,10 @@ def connect_or_start() -> socket.socket:
 
 
 class AgentClient:
-    """Guards the memory of one repository of this process. Safe from any thread.
+    """Has the agent hold the memory of one repository of this process. Safe from any thread.
 
     ``register`` describes this process. ``lease`` is the descriptor of its lease, which the agent
-    holds as well. ``inherited`` are those of dead runs whose memory it has, until ``settle``.
+    holds as well. ``inherited`` are the descriptors of leases of dead runs, until ``settle``.
     If the agent goes away, another one is started, and everything is reported to it.
     """
 
@@ -213,6 +213,8 @@ class AgentClient:
 
             def report(states: list[StateInSlots]) -> None:
                 with self._lock:
+                    if self._is_closed:
+                        raise Closed("the repository was closed meanwhile")
                     self._layouts.clear()
                     frames = [frame(each) for state in states for each in self._messages(state)]
                     frames += [frame(each) for each in self._tracks.values()]
@@ -259,8 +261,8 @@ class AgentClient:
         return found
 
     def _send(self, *messages: Message) -> None:
-        """Send, or give the agent up: nothing is raised, and nothing is sent to a file that got
-        the number of a socket that somebody closed."""
+        """Send, or give the agent up; raises nothing. If the script closed the socket, its number
+        may be another file, which gets nothing."""
         with self._lock:
             connection = self._socket
             if connection is None:
@@ -289,7 +291,7 @@ class AgentClient:
         with self._lock:
             connection, self._socket = self._socket, None
             if connection is not None and _inode_of(connection.fileno()) != self._inode:
-                connection.detach()  # the number is a file of somebody else's by now
+                connection.detach()  # the number may be another file by now
                 why = "something in this process has closed the socket of the agent"
             elif connection is not None:
                 connection.close()

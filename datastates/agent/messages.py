@@ -3,7 +3,7 @@ user.
 
 A message is four bytes with its length, little-endian, and one MessagePack array. The messages of
 a training on what its memory holds are also a *table*: a file of them describes a whole memory.
-Only ``Register`` and ``Attached`` come with descriptors. Both ends read the user of the other end
+Descriptors come with ``Register`` and ``Attached`` only. Both ends read the user of the other end
 from the kernel (SO_PEERCRED). A user's processes can read each other's files and memory anyway, so
 there is no further key.
 """
@@ -46,8 +46,8 @@ _PATH_BYTES = 100
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, tag="register"):
-    """A training asks to have its memory held. ``packs`` and ``database`` are where its states
-    belong; ``size`` is that of its memory, in bytes.
+    """A request of a training to hold its memory, of ``size`` bytes. ``packs`` and ``database``
+    are where its states belong.
 
     Descriptors: the memory for writing and for reading, the table, and the leases of ``runs``."""
 
@@ -124,8 +124,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
-    """A training asks for the memory that a dead one left, with ``Register``'s version. It answers
-    ``Ended`` once the states are its own."""
+    """A request of a training for the memory that a dead one left, with the version as in
+    ``Register``. The training sends ``Ended`` once the states are its own."""
 
     protocol: int
     version: str
@@ -310,7 +310,7 @@ class Table:
                 case _:
                     raise Corrupt(f"{type(message).__name__} does not describe a memory")
         if register is None:
-            raise Corrupt("the table of a memory does not say whose it is")
+            raise Corrupt("the table of a memory has no owner")
         return cls(register, states, frozenset(wants), tuple(tracks), frames, tuple(shared))
 
 

@@ -199,7 +199,7 @@ def halt(
         *([Halt("before", _time(before))] if before is not None else []),
     ]
     if len(given) + is_listing + unset != 1:
-        raise InvalidInput("say one of --now, --after, --at, --before, --list and --unset")
+        raise InvalidInput("give one of --now, --after, --at, --before, --list and --unset")
     with shell.database() as database:
         if is_listing:
             with database.read() as session:
@@ -342,7 +342,7 @@ class Job:
         self._kill(process, folder)
 
     def _kill(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        """Kill the job, with the ranks that a launcher put into groups of their own."""
+        """Kill the job, with the ranks that a launcher put into other process groups."""
         _signal(process.pid, signal.SIGKILL)
         for path in folder.iterdir():
             with contextlib.suppress(ProcessLookupError, ValueError):

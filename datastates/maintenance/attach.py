@@ -61,8 +61,12 @@ class LeftMemory:
             send(self.connection, Ended())
 
     def abandon(self) -> None:
-        """Leave the memory to the process that holds it."""
+        """Leave the memory to the process that holds it, with the leases unless the agent has them
+        for this process."""
         self.connection.close()
+        leases, self.leases = self.leases, ()
+        for fd in leases:
+            os.close(fd)
 
 
 def left_behind(core: Core, session: Session, branch: str) -> list[tuple[Run, HeldByAgent]]:
@@ -80,8 +84,8 @@ def attach(core: Core, branch: str, rank: int, ranks: int, *, takeover: bool) ->
     """Before a process tracks a branch: take over what a dead training of the branch left in memory
     on this node, so that it can be restored. Does nothing if there is nothing.
 
-    What does not fit this process becomes durable instead: it has another number of ranks, or this
-    process has memory of its own already. The same holds with ``takeover`` where no agent is used.
+    A memory that does not fit becomes durable instead: the training has another number of ranks,
+    or this process has its own memory already. ``takeover`` without an agent does the same.
 
     :raises Unavailable: the states can neither be taken over nor be made durable.
     """
@@ -99,8 +103,6 @@ def attach(core: Core, branch: str, rank: int, ranks: int, *, takeover: bool) ->
                 core.engage(left)
             except BaseException:
                 left.abandon()
-                for fd in left.leases:
-                    os.close(fd)
                 raise
             taken = event("agent.attached", branch=branch, states=len(left.states))
             say(

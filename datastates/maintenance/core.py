@@ -128,12 +128,12 @@ class ProcessResources:
             del self.watches[branch]
 
     def beat(self) -> None:
-        """Once a second, on a thread of its own: show that this process is at work."""
+        """Once a second, on a separate thread: show that this process is at work."""
         self.lease.touch()
-        for look in [*self.watches.values()]:
-            look()
         if self.agent is not None:
             self.agent.look()
+        for look in [*self.watches.values()]:
+            look()
 
     @property
     def memory(self) -> MemoryTier:
@@ -654,7 +654,8 @@ class Core:
             yield lambda session: None
             return
         if process.agent is None:
-            self._connect_agent(process, left.shared, left.runs, left.leases)
+            leases, left.leases = left.leases, ()
+            self._connect_agent(process, left.shared, left.runs, leases)
         memory, known = process.memory, dict[str, Status]()
         here = frozenset(memory.uids())
 

@@ -2,7 +2,7 @@
 
 Direct writes from small pages take seven times the processor time of huge ones, and the kernel
 rarely gives huge pages to a memfd. A tmpfs mounted with ``huge=always`` has them. Any user can
-mount one in a user and mount namespace of his own, so a short-lived child does that, and passes on
+mount one in a private user and mount namespace, so a short-lived child does that, and passes on
 an unlinked file. Without permission, a sealed memfd takes its place.
 """
 

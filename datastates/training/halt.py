@@ -1,5 +1,5 @@
-"""Halting a training: it ends after a capture that is durable, as the user asked from another
-process. The conditions are those of SCR's ``scr_halt``.
+"""Halting a training: on a request from another process, it ends after a capture that is durable.
+The conditions follow SCR's ``scr_halt``.
 
 A request is stored with the unfinished runs of a branch, so it reaches every node. Rank 0 decides
 after which capture the training ends, far enough ahead that every rank learns of it before.

@@ -314,6 +314,12 @@ def test_a_fork_after_the_end_closes_nothing_of_others(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def _held_leases() -> int:
+    """How many descriptors of leases this process has."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum("/leases/" in link for link in links)
+
+
 def _is_open(fd: int) -> bool:
     try:
         os.fstat(fd)
@@ -350,10 +356,13 @@ def test_a_successor_that_dies_while_it_attaches_loses_nothing(
     def fail(*_: object, **__: object) -> None:
         raise Unavailable("the database went away just now")
 
-    with monkeypatch.context() as patch, datastates.open(tmp_path, config=config) as repo:
-        patch.setattr("datastates.maintenance.core.runs.hand_over", fail)
-        with pytest.raises(Unavailable, match="just now"):
-            repo.track(model=model, optimizer=optimizer)
+    before = _held_leases()
+    for name in ("core.runs.hand_over", "core.Core.inheriting"):  # with the agent, and before
+        with monkeypatch.context() as patch, datastates.open(tmp_path, config=config) as repo:
+            patch.setattr(f"datastates.maintenance.{name}", fail)
+            with pytest.raises(Unavailable, match="just now"):
+                repo.track(model=model, optimizer=optimizer)
+        assert _held_leases() == before
     assert _trained(tmp_path, 1)[0][:3] == ["from", "3", "captured"]
 
 

@@ -206,8 +206,8 @@ def test_a_loop_over_steps_ends_the_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["main"], "say one of"),
-        (["main", "--now", "--after", "3"], "say one of"),
+        (["main"], "give one of"),
+        (["main", "--now", "--after", "3"], "give one of"),
         (["main", "--at", "noon"], "is no time"),
         (["other", "--now"], "no training of branch"),
         (["--now"], "name the branch"),
