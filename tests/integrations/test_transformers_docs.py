@@ -55,7 +55,7 @@ def test_a_base_is_stored_once_over_five_forks_of_its_adapters(tmp_path: Path) -
     assert all(float(own) < 3 for _, own in forks)
     whole, on_disk = map(float, re.findall(r"has (\d+) MiB; all of this takes (\d+) MiB", said)[0])
     assert whole > 80
-    assert on_disk < 1.3 * whole
+    assert on_disk < 1.3 * whole  # by default, nearly every state of each fork is kept
 
 
 SFT = """
