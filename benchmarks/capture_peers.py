@@ -95,20 +95,20 @@ class Method(ABC):
 
 
 class Ours(Method):
-    """``run.capture``. The arena holds ``states`` whole states.
+    """``run.capture``. The arena holds ``states`` whole states, or has the default size.
 
     ``durable_every`` None keeps them in memory."""
 
     name = "datastates"
     _tiers: Sequence[str] = ()
 
-    def __init__(self, *, durable_every: int | None = None, states: float = 3.2) -> None:
+    def __init__(self, *, durable_every: int | None = None, states: float | None = 3.2) -> None:
         self._durable_every, self._states = durable_every, states
 
     def prepare(self, objects: Objects, folder: Path) -> None:
-        budget = int(self._states * state_bytes(objects)) + (64 << 20)
+        budget = self._states and int(self._states * state_bytes(objects)) + (64 << 20)
         config = Config(
-            memory_bytes=budget,
+            memory_bytes=budget or None,
             durable_interval_s=None,
             durable_every=self._durable_every,
             tiers=self._tiers,

@@ -634,7 +634,7 @@ class CopiedStates(Ours):
     """Every tenth state is durable, and copied to S3, each time to another prefix."""
 
     def __init__(self, bucket: str) -> None:
-        super().__init__(durable_every=EVERY)
+        super().__init__(durable_every=EVERY, states=None)
         self._bucket, self._prefixes = bucket, count()
 
     def prepare(self, objects: Objects, folder: Path) -> None:
@@ -656,7 +656,7 @@ class OtherProcess(Ours):
     starts."""
 
     def __init__(self, bucket: str) -> None:
-        super().__init__(durable_every=EVERY)
+        super().__init__(durable_every=EVERY, states=None)
         self._bucket = bucket
 
     def prepare(self, objects: Objects, folder: Path) -> None:
@@ -706,7 +706,7 @@ def overhead(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
     with s3_server(folder / "s3") as server:
         bucket = _bucket(server)
         methods = {
-            NO_COPIES: Ours(durable_every=EVERY),
+            NO_COPIES: Ours(durable_every=EVERY, states=None),
             COPIES: CopiedStates(bucket),
             BARE_COPIES: OtherProcess(bucket),
         }

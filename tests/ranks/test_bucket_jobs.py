@@ -6,7 +6,7 @@ import os
 import shutil
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,20 +14,26 @@ import torch.distributed as dist
 import datastates
 from datastates import Config
 from datastates.maintenance import further
+from tests.support.hosts import hosts, need_hosts
 from tests.support.jobs import Say, job, run
+from tests.support.stores import FaultyProxy
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pytest
 
+    from tests.support.hosts import Host
     from tests.support.stores import S3Server
 
 HERE = "tests.ranks.test_bucket_jobs"
 _numbers = count()
 
 
-def opened(folder: str, url: str, node: str) -> datastates.Repository:
+def opened(lineage: str, url: str, folder: str) -> datastates.Repository:
+    """The repository, with the node's own folder for packs."""
     config = Config(memory_bytes=64 << 20, group_patience_s=20.0)
-    return datastates.open(folder, packs=url, scratch=str(Path(folder) / node), config=config)
+    return datastates.open(lineage, packs=url, scratch=folder, config=config)
 
 
 def step_on(weight: torch.Tensor) -> None:
@@ -43,10 +49,10 @@ def losses(weight: torch.Tensor, steps: int) -> list[float]:
     return found
 
 
-def train(folder: str, url: str, say: Say) -> None:
+def train(lineage: str, url: str, folders: list[str], say: Say) -> None:
     """Put three states into the bucket and make two more durable; then the nodes are killed."""
     weight = torch.zeros(4000)
-    with opened(folder, url, f"node-{dist.get_rank()}") as repo:
+    with opened(lineage, url, folders[dist.get_rank()]) as repo:
         training = repo.track(weight=weight, rng=False)
         for step in range(1, 6):
             step_on(weight)
@@ -62,24 +68,46 @@ def train(folder: str, url: str, say: Say) -> None:
         os._exit(0)
 
 
-def go_on(folder: str, url: str, nodes: list[str], say: Say) -> None:
+def go_on(lineage: str, url: str, folders: list[str], say: Say) -> None:
     further._OBSERVED_S = 4.0
     weight = torch.zeros(4000)
-    with opened(folder, url, nodes[dist.get_rank()]) as repo:
+    with opened(lineage, url, folders[dist.get_rank()]) as repo:
         training = repo.track(weight=weight, rng=False)
         say(training.step, losses(weight, 3))
         training.capture().wait("external", 60)
 
 
+def resume(lineage: str, url: str, folder: Path, hosts: Sequence[Host] = ()) -> None:
+    """A job trains on two nodes. One folder is deleted, and the job continues on two others."""
+    nodes = [str(folder / f"node-{index}") for index in range(4)]
+    places: dict[str, Any] = {"lineage": lineage, "url": url}
+    with job(2, f"{HERE}:train", on=hosts[:2], folders=nodes[:2], **places) as ranks:
+        assert ranks.said() == [["killed"]] * 2
+    shutil.rmtree(nodes[1])
+    expected = losses(torch.zeros(4000), 6)[3:]
+    said = run(2, f"{HERE}:go_on", on=hosts[2:], folders=nodes[2:], **places)
+    assert said == [[f"3 {expected}"]] * 2
+
+
+def let(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_a_job_goes_on_from_the_bucket_with_equal_losses(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in s3.environment().items():
-        monkeypatch.setenv(name, value)
-    url, folder = f"{s3.bucket('jobs')}/run-{next(_numbers)}", str(tmp_path)
-    with job(2, f"{HERE}:train", folder=folder, url=url) as ranks:
-        assert ranks.said() == [["killed"]] * 2
-    shutil.rmtree(tmp_path / "node-1")
-    expected = losses(torch.zeros(4000), 6)[3:]
-    said = run(2, f"{HERE}:go_on", folder=folder, url=url, nodes=["node-2", "node-3"])
-    assert said == [[f"3 {expected}"]] * 2
+    let(monkeypatch, s3.environment())
+    resume(str(tmp_path), f"{s3.bucket('jobs')}/run-{next(_numbers)}", tmp_path)
+
+
+def test_a_job_goes_on_on_other_hosts_of_a_network(
+    s3: S3Server, postgresql_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks reach each other and the bucket over the network, and PostgreSQL by its socket."""
+    need_hosts()
+    with hosts(5) as made, FaultyProxy(s3, made[4].listen()) as proxy:
+        let(monkeypatch, s3.environment(proxy.endpoint))
+        url = f"{s3.bucket('jobs')}/run-{next(_numbers)}"
+        resume(postgresql_url, url, tmp_path, made[:4])
+        assert made[0].sent_bytes() > 0 < made[3].received_bytes()

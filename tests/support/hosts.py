@@ -9,12 +9,15 @@ drops what crosses a bridge), and names could clash.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
 import secrets
 import shutil
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +77,22 @@ class Host:
             "latency",
             "50ms",
         )
+
+    def listen(self) -> socket.socket:
+        """A socket of this process that listens at the host's address, at any port."""
+
+        def enter() -> None:
+            with open(f"/run/netns/{self.namespace}") as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), warm.NEW_NETWORK):
+                    raise OSError(ctypes.get_errno(), f"no entry to {self.namespace}")
+            made.append(socket.create_server((self.address, 0)))
+
+        made: list[socket.socket] = []
+        # only this thread is in the namespace, and its sockets stay there
+        thread = threading.Thread(target=enter, name="in-a-namespace")
+        thread.start()
+        thread.join()
+        return made[0]
 
     def sent_bytes(self) -> int:
         """What left this host so far, headers and all."""

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
@@ -38,6 +38,7 @@ from typing import IO, Any, Literal, Protocol
 import pytest
 
 from . import warm
+from .hosts import INTERFACE, Host
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
@@ -182,10 +183,14 @@ def job(
     kind: Kind = "torch",
     timeout_s: float = 60,
     environ: Mapping[str, str] | None = None,
+    on: Sequence[Host] = (),
     **arguments: Any,
 ) -> Iterator[Ranks]:
     """A job of ``count`` ranks, each of which calls ``tests.module:function`` with the arguments
-    and ``say``; it ends with the block."""
+    and ``say``; it ends with the block.
+
+    :param on: the host of each rank, which is a network namespace. By default, all are here.
+    """
     command = [
         sys.executable,
         "-m",
@@ -220,9 +225,11 @@ def job(
             else:
                 port = free_port()
                 for rank in range(count):
-                    ranks.processes.append(
-                        warm.Popen(command, env=ours | rendezvous(rank, count, port), **streams)
-                    )
+                    env = ours | rendezvous(rank, count, port)
+                    if on:
+                        env |= {"MASTER_ADDR": on[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
+                        streams["netns"] = on[rank].namespace
+                    ranks.processes.append(warm.Popen(command, env=env, **streams))
             os.close(write)
             write = -1
             yield ranks

@@ -588,17 +588,21 @@ class FaultyProxy:
     """An HTTP proxy in front of the S3 server, in threads of this process.
 
     Clients sign for the proxy's address, because Swift checks the signature over the header Host
-    that it receives. Several faults that match are used in the order of ``inject``."""
+    that it receives. Several faults that match are used in the order of ``inject``.
 
-    def __init__(self, target: S3Server) -> None:
+    :param listener: a socket that listens. By default, the proxy listens on loopback.
+    """
+
+    def __init__(self, target: S3Server, listener: socket.socket | None = None) -> None:
         self.target = target
         self.requests: list[Request] = []
         self._injections: list[Injection] = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._server = _ProxyServer(self)
-        self.port: int = self._server.server_address[1]
-        self.endpoint = f"http://{LOOPBACK}:{self.port}"
+        self._server = _ProxyServer(self, listener or socket.create_server((LOOPBACK, 0)))
+        address, port = self._server.socket.getsockname()
+        self.port: int = port
+        self.endpoint = f"http://{address}:{port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.01,), name="faulty-proxy", daemon=True
         )
@@ -710,8 +714,11 @@ class _ProxyServer(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, proxy: FaultyProxy) -> None:
-        super().__init__((LOOPBACK, 0), _Handler)
+    def __init__(self, proxy: FaultyProxy, listener: socket.socket) -> None:
+        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.socket.listen(self.request_queue_size)
         self.proxy = proxy
         self._open: set[socket.socket] = set()
         self._open_lock = threading.Lock()

@@ -72,7 +72,7 @@ MODULES = (
     *("datastates.lineage.migrations.upgrade", "datastates.studies", "datastates.studies.worker"),
 )
 _SET_CHILD_SUBREAPER = 36
-_NEW_NETWORK = 0x40000000
+NEW_NETWORK = 0x40000000
 
 
 class Popen(subprocess.Popen[str]):
@@ -263,7 +263,7 @@ def _prepare(request: dict[str, Any]) -> None:
         os.setsid()
     if request["netns"] is not None:
         with open(f"/run/netns/{request['netns']}") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), NEW_NETWORK):
                 raise OSError(ctypes.get_errno(), "setns")
     os.chdir(request["cwd"])
     os.environ.clear()
