@@ -117,7 +117,7 @@ def train(folder: str) -> None:
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     listen(asked)
     with datastates.open(
-        Path(folder) / "repo", config=Config(memory_bytes=128 << 20, durable_interval_s=2.0)
+        Path(folder) / "repo", config=Config(memory_bytes=16 << 20, durable_interval_s=2.0)
     ) as repo:
         server = repo.serve("tcp://127.0.0.1:0", token=TOKEN, is_writable=True)
         with repo.track(model=model, optimizer=optimizer) as run:
