@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, Protocol
 
 from datastates.policy.auto import Auto
@@ -292,6 +293,27 @@ def _listed(tiers: object) -> tuple[FurtherTier | str, ...]:
     return tuple(tiers)
 
 
+def _check_place(processor: object, name: str) -> None:
+    """Raise unless a processor can be called where it says."""
+    where, kind = getattr(processor, "where", "training"), type(processor)
+    if where not in {"training", "agent"}:
+        raise InvalidInput(
+            f"the processor {name!r} has where={values.shown(where)}: say 'training' or 'agent'"
+        )
+    if where == "training":
+        return
+    reason = ""
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        reason = "another process cannot import its class: move it to a module"
+    else:
+        try:
+            signature(kind).bind()
+        except TypeError as exc:
+            reason = f"its class is made without arguments there: give each a default ({exc})"
+    if reason:
+        raise InvalidInput(f"the processor {name!r} cannot run with where='agent': {reason}")
+
+
 def _checked(processors: object) -> tuple[Processor, ...]:
     """The processors, once each is seen to have what a processor needs."""
     if not isinstance(processors, Sequence) or isinstance(processors, str):
@@ -323,6 +345,7 @@ def _checked(processors: object) -> tuple[Processor, ...]:
         values.integer(
             getattr(processor, "priority", None), f"the priority of the processor {names[-1]!r}"
         )
+        _check_place(processor, names[-1])
     if len(set(names)) < len(names):
         raise InvalidInput(f"processors are named {', '.join(names)}: give each a name of its own")
     return tuple(processors)

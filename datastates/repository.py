@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from datastates.lineage.states import Revision
@@ -33,6 +33,7 @@ from .facade import Facade
 from .values import Count, FilePath, Patterns, Seconds, Text, Token
 
 if TYPE_CHECKING:
+    from datastates.engine.processors import ProcessorSwitch
     from datastates.policy.contract import Policy
     from datastates.transport.contract import Tls
     from datastates.transport.serving import Server
@@ -460,6 +461,15 @@ class Repository(Facade):
         While there is trouble, new states stay in memory only.
         """
         return None if self.core.running is None else self.core.running.trouble
+
+    @property
+    def processors(self) -> Mapping[str, ProcessorSwitch]:
+        """The processors of ``Config`` by name, in their order. Each can be switched off and on,
+        and has its last result.
+
+            repo.processors["lines"].is_on = False
+        """
+        return MappingProxyType(self.core.processors)
 
     def flush(self) -> None:
         """Wait until every capture so far is recorded (which is not yet durable) or has failed."""

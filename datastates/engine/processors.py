@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, Literal, Protocol
 
-from datastates import values
+from datastates import config, values
 from datastates.errors import Closed, NotFound, ProcessorFailed, Unavailable
 from datastates.lineage.states import State
 from datastates.state.manifest import Manifest
@@ -68,7 +70,7 @@ class Processor(Protocol):
     """A step of your own that is called with every state that this process captures or merges. Give
     it to ``Config(processors=[…])``.
 
-    Subclass this for the defaults, or provide the four names. One thread,
+    Subclass this for the defaults, or provide the names without ``where``. One thread,
     ``datastates-processors``, makes all calls, one at a time, so a processor needs no lock of its
     own. Each processor sees the states in the order in which they were recorded. For each state,
     processors with smaller ``priority`` are called first.
@@ -78,7 +80,13 @@ class Processor(Protocol):
     """The name of the processor in messages; unique among the processors of a repository."""
 
     priority: int = _PRIORITY
-    """Its place among the processors of a repository; smaller numbers go first."""
+    """Its place among the processors of a repository; smaller numbers go first. The order does not
+    change while the repository is open."""
+
+    where: Literal["training", "agent"] = "training"
+    """``"agent"``: call another object of this class in a separate process, on the shared memory of
+    ``Config(agent="process")``. The class is importable and takes no arguments. Without an agent,
+    the calls stay in this process."""
 
     def process(self, captured: CapturedState, /) -> None:
         """Do something with a recorded state.
@@ -96,6 +104,56 @@ class Processor(Protocol):
         return  # a subclass may do without it
 
 
+class ProcessorOutcome(StrEnum):
+    """What became of a state at a processor. ``PASSED``: the processor was off."""
+
+    DONE = "done"
+    FAILED = "failed"
+    PASSED = "passed"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorResult:
+    """The result of a processor for one state. ``at`` is when it came, in UTC. ``error`` is what
+    the processor raised, or empty."""
+
+    outcome: ProcessorOutcome
+    at: datetime
+    uid: str
+    step: int
+    error: str = ""
+
+
+class ProcessorSwitch:
+    """One processor of an open repository. Set ``is_on`` on any thread: a processor that is off
+    passes the states whose turn comes then. ``last`` is its newest result, or None.
+
+    ``counts`` has the number of its results so far, by outcome.
+    """
+
+    def __init__(self, processor: config.Processor) -> None:
+        self.processor, self.name = processor, processor.name
+        self.where = getattr(processor, "where", "training")
+        self.is_on = True
+        self.last: ProcessorResult | None = None
+        self.counts = dict.fromkeys(ProcessorOutcome, 0)
+
+    def __repr__(self) -> str:
+        last = "no state yet" if self.last is None else f"{self.last.outcome} {self.last.uid}"
+        return f"<processor {self.name!r}, {'on' if self.is_on else 'off'}, {last}>"
+
+    def note(self, outcome: ProcessorOutcome, state: State, error: str = "") -> None:
+        """Keep a result."""
+        self.counts[outcome] += 1
+        self.last = ProcessorResult(outcome, datetime.now(UTC), state.uid, state.step, error)
+
+
+def switches(processors: Sequence[config.Processor]) -> dict[str, ProcessorSwitch]:
+    """The processors by name, in the order in which each state goes to them."""
+    ordered = sorted(processors, key=lambda processor: processor.priority)
+    return {processor.name: ProcessorSwitch(processor) for processor in ordered}
+
+
 # A recorded state as a user's processor gets it: its facts, and its bytes as long as the processor
 # holds it.
 
@@ -103,17 +161,14 @@ class Processor(Protocol):
 class HeldState:
     """A ``CapturedState`` whose bytes stay in memory until ``release``.
 
-    ``current`` returns how far the state has come by now."""
+    ``reader`` reads them; without it, only the facts are left. ``current`` returns how far the
+    state has come by now."""
 
     def __init__(
-        self, memory: MemoryTier, current: Callable[[], State], branch: str | None
+        self, reader: Reader | None, current: Callable[[], State], branch: str | None
     ) -> None:
-        self._current, self._branch = current, branch
-        self._reader: Reader | None = None
+        self.reader, self._current, self._branch = reader, current, branch
         self._is_over = False
-        with suppress(Closed, NotFound):  # it was recorded late; only its facts are left
-            # its digests were made from this very memory
-            self._reader = memory.open(self.state.uid, verify=False)
 
     @property
     def state(self) -> State:
@@ -148,8 +203,8 @@ class HeldState:
     def release(self) -> None:
         """Release the bytes, so that they may leave memory."""
         self._is_over = True
-        if self._reader is not None:
-            self._reader.close()
+        if self.reader is not None:
+            self.reader.close()
 
     def _open(self) -> Reader:
         if self._is_over:
@@ -157,12 +212,12 @@ class HeldState:
                 f"state {self.state.uid} can no longer be read: a processor reads it before process"
                 " returns"
             )
-        if self._reader is None:
+        if self.reader is None:
             raise Unavailable(
                 f"state {self.state.uid} left memory before it was recorded, because the lineage"
                 " was away: its facts are left, and its bytes where Repository.load finds them"
             )
-        return self._reader
+        return self.reader
 
 
 _logger = logging.getLogger(__name__)
@@ -185,9 +240,9 @@ class Processors:
     """
 
     def __init__(
-        self, processors: Sequence[Processor], memory: MemoryTier, on_done: Callable[[], None]
+        self, processors: Sequence[ProcessorSwitch], memory: MemoryTier, on_done: Callable[[], None]
     ) -> None:
-        self._processors = sorted(processors, key=lambda processor: processor.priority)
+        self._processors = processors
         self._memory, self._on_done = memory, on_done
         self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
         self._put = self._done = 0  # each is written by one thread at a time
@@ -214,7 +269,11 @@ class Processors:
     ) -> None:
         """Queue a recorded state, under the caller's lock, before the state may leave memory."""
         if self._processors:
-            self._turns.put(_Turn(HeldState(self._memory, current, branch), on_failed))
+            reader = None
+            with suppress(Closed, NotFound):  # it was recorded late; only its facts are left
+                # its digests were made from this very memory
+                reader = self._memory.open(current().uid, verify=False)
+            self._turns.put(_Turn(HeldState(reader, current, branch), on_failed))
             self._put += 1
 
     def close(self, *, is_giving_up: bool = False) -> None:
@@ -245,35 +304,38 @@ class Processors:
                 self._done += 1
                 self._on_done()
             del turn
-        for processor in self._processors:
+        for switch in self._processors:
             try:
-                processor.close()
+                switch.processor.close()
             except BaseException:
                 # a processor of the user's may raise anything, and the others have to be closed too
-                _logger.warning("closing processor %r failed", processor.name, exc_info=True)
+                _logger.warning("closing processor %r failed", switch.name, exc_info=True)
 
     def _take(self, turn: _Turn) -> None:
-        for processor in () if self._has_given_up else self._processors:
+        for switch in () if self._has_given_up else self._processors:
+            outcome, error = ProcessorOutcome.PASSED, ""
             try:
-                processor.process(turn.captured)
+                if switch.is_on:
+                    switch.processor.process(turn.captured)
+                    outcome = ProcessorOutcome.DONE
             except BaseException as exc:
                 # likewise: the handle has the error, and the training goes on
-                self._note(processor, turn, exc)
+                outcome, error = ProcessorOutcome.FAILED, reason_of(exc, repr)
+                self._report(switch.name, turn, exc)
+            switch.note(outcome, turn.captured.state, error)
         turn.captured.release()
 
-    def _note(self, processor: Processor, turn: _Turn, error: BaseException) -> None:
+    def _report(self, name: str, turn: _Turn, error: BaseException) -> None:
         state = turn.captured.state
         failed = ProcessorFailed(
-            f"processor {processor.name!r} failed on state {state.uid} (step {state.step}):"
+            f"processor {name!r} failed on state {state.uid} (step {state.step}):"
             f" {reason_of(error, repr)}; the state is kept"
         )
         failed.__cause__ = error
         turn.on_failed(failed)
-        if processor.name not in self._failed:
-            self._failed.add(processor.name)
-            what = event(
-                "processor.failed", processor=processor.name, state=state.uid, step=state.step
-            )
+        if name not in self._failed:
+            self._failed.add(name)
+            what = event("processor.failed", processor=name, state=state.uid, step=state.step)
             _logger.warning(
                 "%s; if it fails again, only the handles of those captures say so",
                 failed,

@@ -45,7 +45,7 @@ from .handle import Line, Progress, StagedCapture
 from .in_flight import InFlight, LineageContext, LockedEngine
 from .memory_budget import Prefaulter, SlotAllocator
 from .periodic import CadenceReports, Heartbeat, PartPolling, RefWatcher, Rounds
-from .processors import Processors
+from .processors import Processors, ProcessorSwitch
 from .rank_reports import Skip
 from .scheduler import (
     AT_A_TIME,
@@ -97,6 +97,7 @@ class Runner:
         memory: MemoryTier,
         local: LocalTier,
         further: Sequence[Tier] = (),
+        processors: Sequence[ProcessorSwitch] = (),
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
@@ -106,7 +107,7 @@ class Runner:
         self._lock, self._changed = Mutex(), Notifier()
         self._engine = Engine(config.memory_latest)
         self._paces = CadenceReports(context.database)
-        self._processors = Processors(config.processors, memory, self._changed.notify_all)
+        self._processors = Processors(processors, memory, self._changed.notify_all)
         self.copies = Copies(
             CopyContext(
                 local,

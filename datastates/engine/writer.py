@@ -163,7 +163,9 @@ class Writer:
         recorder: Recorder,
     ) -> None:
         self._in_flight, self._engine, self._post = in_flight, locked.engine, locked.post
-        self._memory, self._local = memory, local
+        self._memory = memory
+        self.put_all: Callable[[Sequence[Put]], list[Placed]] = local.put_all
+        """Writes states to disk; it may do so in another process."""
         self._trouble, self._copies, self._recorder = trouble, copies, recorder
         self.on_full: Callable[[], None] = lambda: None
         self._groups: queue.SimpleQueue[tuple[str, ...] | None] = queue.SimpleQueue()
@@ -223,7 +225,7 @@ class Writer:
         began, lines = time.monotonic(), {uid: self._in_flight.line_of(uid) for uid in uids}
         with ExitStack() as stack:
             puts = [put for uid in uids for put in self._puts(uid, lines[uid], stack)]
-            placed = self._local.put_all(puts)
+            placed = self.put_all(puts)
         of_each: dict[str, list[Placed]] = {}
         for part in placed:
             of_each.setdefault(part.manifest.origin.uid, []).append(part)

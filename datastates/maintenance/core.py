@@ -22,9 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 from datastates import values
 from datastates.agent.client import AgentClient
 from datastates.agent.messages import PROTOCOL, Register
+from datastates.agent.writer_process import WriterProcess
 from datastates.config import Config
 from datastates.engine.copies import CLOSING_S
 from datastates.engine.in_flight import LineageContext
+from datastates.engine.processor_process import AgentProcessor
+from datastates.engine.processors import switches
 from datastates.engine.runner import Runner
 from datastates.errors import Closed, DatastatesError, InvalidInput, NotFound, Unavailable
 from datastates.lineage import lookup
@@ -102,6 +105,7 @@ class ProcessResources:
     keeper: BackgroundRetention | None = None
     presence: Presence | None = None
     agent: AgentClient | None = None
+    writing: WriterProcess | None = None
     is_shut_down: bool = False
     watches: dict[str, Callable[[], None]] = field(default_factory=dict)
     """By branch, what else is called once a second."""
@@ -110,6 +114,8 @@ class ProcessResources:
         """End the threads of a process that could not begin, and release its memory."""
         if self.agent is not None:
             self.agent.close()
+        if self.writing is not None:
+            self.writing.close()
         with suppress(Exception):  # the caller raises what went wrong
             self.runner.close()
         self.backups.close(_FREE_S)
@@ -199,6 +205,8 @@ class ProcessResources:
             self.lease.close()
         if self.presence is not None:
             self.presence.close()
+        if self.writing is not None:
+            self.writing.close()
         if self.agent is not None:
             self.agent.close()
         self.memory.close()
@@ -509,6 +517,7 @@ class Core:
         except BaseException:
             self.database.close()
             raise
+        self.processors = switches(config.processors)
         self.engaged: ProcessResources | None = None
         self.left: LeftMemory | None = None
         self.inherited_runs: frozenset[str] = frozenset()
@@ -568,6 +577,7 @@ class Core:
                 memory=memory,
                 local=tiers.durable,
                 further=tiers.further,
+                processors=[*self.processors.values()],
                 beat=beat,
             )
             self.tiers.captured = memory
@@ -578,6 +588,10 @@ class Core:
             made.append(process)
             if shared is not None and left is None:
                 self._connect_agent(process, shared, (), ())
+            if shared is None:
+                for switch in self.processors.values():
+                    if switch.where == "agent":
+                        _logger.warning("processor %r runs here: there is no agent", switch.name)
             if left is not None:
                 self._forget_damaged(left, memory)
             self.left = left
@@ -640,6 +654,13 @@ class Core:
         made.agent = AgentClient(told, made.memory, shared, made.lease.fileno(), leases)
         made.agent.begin()
         made.runner.on_wanted = made.agent.want
+        if self.config.on_step is None and self.config.write_bytes_per_s is None:
+            # both concern calls in this process
+            made.writing = WriterProcess(self.tiers.durable, made.arena)
+            made.runner.writer.put_all = made.writing.put_all
+        for switch in self.processors.values():
+            if switch.where == "agent":
+                switch.processor = AgentProcessor(switch.processor, made.arena)
 
     @contextmanager
     def inheriting(self) -> Iterator[Callable[[Session], None]]:

@@ -31,6 +31,7 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from datastates.errors import Closed, InvalidInput, OverBudget, Unavailable
@@ -435,6 +436,11 @@ class Arena:
         """The ``length`` bytes from a slot on, which may reach into the slots after it."""
         self._check_open()
         return self._view[slot : slot + length]
+
+    def slot_of(self, view: memoryview) -> int:
+        """The slot at which a view of this arena's memory begins."""
+        address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        return address - self._address
 
     def close(self) -> None:
         """Release the memory as soon as no view of it is left, after unregistering what is

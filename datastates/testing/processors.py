@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from datastates.config import Config
-from datastates.engine.processors import Processor, Processors
+from datastates.engine.processors import Processor, Processors, ProcessorSwitch
 from datastates.errors import ProcessorFailed
 from datastates.lineage.states import State, Status
 from datastates.state.digest import chunk_digest, state_digest
@@ -160,7 +160,7 @@ def _run(
     raised. States in ``without`` are not in memory.
     """
     failed: list[ProcessorFailed] = []
-    own = Processors([processor], memory, lambda: None)
+    own = Processors([ProcessorSwitch(processor)], memory, lambda: None)
     for index, state in enumerate(states):
         if state.manifest.origin.uid not in without:
             memory.put(state)

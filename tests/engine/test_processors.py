@@ -24,7 +24,7 @@ from datastates import (
     Tracker,
     Unavailable,
 )
-from datastates.engine.processors import Processors
+from datastates.engine.processors import Processors, ProcessorSwitch
 from datastates.errors import Closed, InvalidInput, ProcessorFailed
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena
@@ -387,7 +387,7 @@ def test_a_captured_state_can_not_be_read_after_its_turn(opened: Opening) -> Non
 
 def test_of_a_state_that_left_memory_before_it_was_recorded_the_facts_are_left() -> None:
     processor, failed = Noting.running(), list[ProcessorFailed]()
-    own = Processors([processor], MemoryTier(Arena(CHUNK_BYTES)), lambda: None)
+    own = Processors([ProcessorSwitch(processor)], MemoryTier(Arena(CHUNK_BYTES)), lambda: None)
     # no time
     state = datastates.State(
         "a" * 24,
