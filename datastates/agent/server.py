@@ -60,6 +60,9 @@ _POLL_S = 0.2
 
 _PIECE = 1 << 20
 
+MOST_BYTES_HELD = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""The most bytes of all memories together."""
+
 
 @dataclass(slots=True, eq=False)
 class _Memory:
@@ -117,10 +120,23 @@ class _Memory:
             self.newest_at,
         )
 
+    @property
+    def key(self) -> tuple[int, int]:
+        return _key(self.fds[0])
+
     def close(self) -> None:
         for fd in (*self.fds, *(() if self.pidfd is None else (self.pidfd,))):
             os.close(fd)
         self.fds, self.pidfd = [], None
+
+
+@dataclass(frozen=True, slots=True)
+class _Takeover:
+    """A process that holds the memory of a dead training."""
+
+    process: subprocess.Popen[bytes]
+    key: tuple[int, int]
+    size: int
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +160,7 @@ class Agent:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._clients: dict[_Memory, _Client | None] = {}
         self._open: set[_Client] = set()
-        self._takeovers: dict[str, subprocess.Popen[bytes]] = {}
+        self._takeovers: dict[str, _Takeover] = {}
         self._is_ending = False
 
     def run(self) -> None:
@@ -157,9 +173,9 @@ class Agent:
                 if not _exists(memory.register.pid):
                     self._died(memory)
             self._takeovers = {
-                address: process
-                for address, process in self._takeovers.items()
-                if process.poll() is None
+                address: takeover
+                for address, takeover in self._takeovers.items()
+                if takeover.process.poll() is None
             }
             if self._clients or self._open or self._takeovers:
                 idle_at = time.monotonic()
@@ -167,12 +183,12 @@ class Agent:
         for memory in list(self._clients):
             if not _exists(memory.register.pid):
                 self._died(memory)
-        for process in self._takeovers.values():
-            process.send_signal(signal.SIGTERM)  # they make durable what must be, now
+        for takeover in self._takeovers.values():
+            takeover.process.send_signal(signal.SIGTERM)  # it makes durable what must be, now
         for client in list(self._open):
             self._leave(client)
-        for process in self._takeovers.values():
-            process.wait()
+        for takeover in self._takeovers.values():
+            takeover.process.wait()
 
     def _is_over(self, idle_at: float) -> bool:
         is_idle = not self._is_lasting and time.monotonic() - idle_at > IDLE_S
@@ -241,7 +257,7 @@ class Agent:
     def _register(self, client: _Client, register: Register) -> None:
         fds, client.fds = client.fds, []
         try:
-            self._check(client, register, len(fds))
+            self._check(client, register, fds)
             memory = _Memory(register, [], _pidfd(client.pid))
             for message, whole in read_table(fds[2]):
                 memory.note(message, whole)
@@ -262,7 +278,7 @@ class Agent:
             self._selector.register(memory.pidfd, selectors.EVENT_READ, partial(self._died, memory))
         self._answer(client, Welcome())
 
-    def _check(self, client: _Client, register: Register, count: int) -> None:
+    def _check(self, client: _Client, register: Register, fds: list[int]) -> None:
         """Raise unless a process may be held.
 
         :raises Corrupt: why not.
@@ -272,13 +288,21 @@ class Agent:
                 f"the agent runs datastates {self._version}, and this process {register.version}:"
                 " `datastates agent stop` lets the next training start another one"
             )
-        if client.memory is not None or count != 3 + len(register.runs):
+        if client.memory is not None or len(fds) != 3 + len(register.runs):
             raise Corrupt("Register comes once, with the descriptors of a memory")
         if client.pid != register.pid:
             seen = f"process {client.pid}" if client.pid else "no process"
             raise Corrupt(
                 f"process {register.pid} is in another PID namespace: the agent sees {seen} there;"
                 " share the namespace, or use Config(agent='inline')"
+            )
+        sizes = {each.key: each.register.size for each in self._clients}
+        sizes |= {takeover.key: takeover.size for takeover in self._takeovers.values()}
+        sizes[_key(fds[0])] = register.size  # a training that attached has that of a dead one
+        if (total := sum(sizes.values())) > MOST_BYTES_HELD:
+            raise Corrupt(
+                f"the memories of {len(sizes)} trainings would have {total} bytes together, and"
+                f" this node has {MOST_BYTES_HELD}: give each a smaller memory_bytes"
             )
 
     def _died(self, memory: _Memory) -> None:
@@ -301,7 +325,7 @@ class Agent:
             return
         address, table = new_address("takeover"), memory.table()
         try:
-            self._takeovers[address] = subprocess.Popen(
+            process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "datastates.maintenance.takeover", address),
                     *map(str, (table, *memory.fds)),
@@ -311,6 +335,7 @@ class Agent:
                 cwd="/",
                 start_new_session=True,
             )
+            self._takeovers[address] = _Takeover(process, memory.key, memory.register.size)
         finally:
             os.close(table)
 
@@ -341,6 +366,12 @@ class Agent:
     def _answer(self, client: _Client, message: Message) -> None:
         with suppress(OSError):  # it has gone, or does not read
             client.connection.send(frame(message))
+
+
+def _key(fd: int) -> tuple[int, int]:
+    """A file: its device and its number there."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _pidfd(pid: int) -> int | None:

@@ -518,13 +518,19 @@ def test_the_agent_refuses_strangers_and_lives(data: bytes, folder: Path) -> Non
         assert agent.wait(_WAIT_S) == 0
 
 
-def test_another_version_is_refused_by_name(folder: Path) -> None:
+def test_what_is_no_training_of_this_agent_is_refused_by_name(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-m", "datastates.agent.server"], cwd="/") as agent:
         until(lambda: (folder / f"datastates-agent-{os.geteuid()}.sock").exists(), "it listens")
         register = Register(
             1, "0.0.0", ("a",), os.getpid(), (), "/", "sqlite://", "", 4096, "small"
         )
-        for told, why in ((register, "runs datastates"), (_other_pid(register), "PID namespace")):
+        ours = msgspec.structs.replace(register, version=datastates.__version__)
+        refused = (
+            (register, "runs datastates"),
+            (msgspec.structs.replace(ours, pid=os.getppid()), "PID namespace"),
+            (msgspec.structs.replace(ours, size=1 << 50), "give each a smaller memory_bytes"),
+        )
+        for told, why in refused:
             fds = [os.memfd_create("x") for _ in range(4)]
             with connect(agent_address()) as connection:
                 send(connection, told, fds)
@@ -534,10 +540,6 @@ def test_another_version_is_refused_by_name(folder: Path) -> None:
                 os.close(fd)
         agent.terminate()
         assert agent.wait(_WAIT_S) == 0
-
-
-def _other_pid(register: Register) -> Register:
-    return msgspec.structs.replace(register, pid=os.getppid(), version=datastates.__version__)
 
 
 def test_a_socket_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
