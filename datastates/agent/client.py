@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from select import select
@@ -70,6 +71,20 @@ _stack_files: list[IO[str]] = []  # open as long as the process
 _clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 
 
+def start(module: str, environ: Mapping[str, str] | None = None) -> None:
+    """Start ``python -m module``, with ``environ`` in addition. It outlives this process."""
+    starting = subprocess.Popen(
+        [sys.executable, "-m", module],
+        env={**os.environ, **(environ or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,  # Ctrl-C in the terminal of the training does not end it
+    )
+    threading.Thread(target=starting.wait, name="datastates-exit", daemon=True).start()
+
+
 def connect_or_start() -> socket.socket:
     """A connection to the agent of this user, which is started if there is none.
 
@@ -78,15 +93,7 @@ def connect_or_start() -> socket.socket:
     address = agent_address()
     with suppress(Unavailable):
         return connect(address)
-    starting = subprocess.Popen(
-        [sys.executable, "-m", "datastates.agent.server"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        start_new_session=True,  # Ctrl-C in the terminal of the training does not end it
-    )
-    threading.Thread(target=starting.wait, name="datastates-agent-exit", daemon=True).start()
+    start("datastates.agent.server")
     deadline = time.monotonic() + _START_S
     while True:
         try:

@@ -23,7 +23,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from datastates.errors import Corrupt, Unavailable
+from datastates import errors
+from datastates.errors import Corrupt, DatastatesError, Unavailable
 from datastates.state.manifest import Manifest
 
 PROTOCOL: Final = 1
@@ -322,6 +323,22 @@ def _whole(state: WireState, layout: Layout) -> WireState:
     return msgspec.structs.replace(state, manifest=manifest)
 
 
+def error_of(kind: str, text: str, trouble: str | None, cause: int = 0) -> DatastatesError:
+    """The error that another process raised: the name of its class, its text and ``trouble``, and
+    the number of the system's error that caused it, or 0."""
+    found = getattr(errors, kind, None)
+    if not (isinstance(found, type) and issubclass(found, DatastatesError)):
+        found = DatastatesError
+    try:
+        error: DatastatesError = found(text)
+    except TypeError:  # it takes more than a text
+        error = DatastatesError(text)
+    error.trouble = trouble
+    if cause:
+        error.__cause__ = OSError(cause, os.strerror(cause))
+    return error
+
+
 # --- sockets ---
 
 
@@ -338,14 +355,17 @@ def who(connection: socket.socket) -> tuple[int, int, int]:
 
 def agent_address() -> str:
     """The address of this user's agent: a path, or an abstract name that begins with ``@``."""
-    name = f"datastates-agent-{os.geteuid()}"
-    folder = os.environ.get(FOLDER)
-    return f"@{name}" if not folder else str(_checked(Path(folder)) / f"{name}.sock")
+    return named_address(f"agent-{os.geteuid()}")
 
 
 def new_address(role: str) -> str:
     """An address that nothing listens on yet."""
-    name = f"datastates-{role}-{secrets.token_hex(8)}"
+    return named_address(f"{role}-{secrets.token_hex(8)}")
+
+
+def named_address(role: str) -> str:
+    """The address of a process with this role; the name has to be unique on the node."""
+    name = f"datastates-{role}"
     folder = os.environ.get(FOLDER)
     return f"@{name}" if not folder else str(_checked(Path(folder)) / f"{name}.sock")
 

@@ -8,7 +8,6 @@ therefore not committed.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from datastates import errors
 from datastates.errors import DatastatesError, Unavailable
 from datastates.state.manifest import ChunkRef, Manifest, PackInfo
 from datastates.storage.arena import Arena
@@ -26,6 +24,7 @@ from datastates.storage.tier import Payload, Placed
 from datastates.system.threads import at, io_hook, yield_disk
 
 from .memory_process import Ended, MemoryProcess, Server
+from .messages import error_of
 
 _REPORT_S = 0.5
 _REPORT_BYTES = 16 << 20
@@ -115,7 +114,7 @@ class WriterProcess:
         except Ended:  # nothing that it had not committed is visible
             return self._local.put_all(puts)
         if isinstance(answer, _Failed):
-            raise _error(answer)
+            raise error_of(answer.kind, answer.text, answer.trouble, answer.cause)
         assert isinstance(answer, _Written), "calls are noted"
         placed = [
             Placed(
@@ -151,20 +150,6 @@ def _note(answer: _Answer) -> bool:
         at(answer.call, Path(answer.path), answer.size)
         return True
     return False
-
-
-def _error(failed: _Failed) -> DatastatesError:
-    kind = getattr(errors, failed.kind, None)
-    if not (isinstance(kind, type) and issubclass(kind, DatastatesError)):
-        kind = DatastatesError
-    try:
-        error: DatastatesError = kind(failed.text)
-    except TypeError:  # it takes more than a text
-        error = DatastatesError(failed.text)
-    error.trouble = failed.trouble
-    if failed.cause:
-        error.__cause__ = OSError(failed.cause, os.strerror(failed.cause))
-    return error
 
 
 # --- the process ---

@@ -191,6 +191,8 @@ class Outbox:
         self._near: set[str] = set()
         self._away_since: float | None = None
         self._why = ""
+        self.report: Callable[[Report], Reply] = partial(report, database)
+        """Records a report; the reports of all ranks of a node may go together."""
         self.on_half: Callable[[], None] = lambda: None
         """Called when a part of this process is on its disk, and other ranks' parts are not on
         their disks yet. It runs on any thread."""
@@ -387,7 +389,7 @@ class Outbox:
             try:
                 late = [] if patience_s is None else self._parts.late(patience_s)
                 said = self._parts.said(late=late, patience_s=patience_s)
-                heard = report(self._database, said)
+                heard = self.report(said)
             except Unavailable as error:
                 self._note_away(error)
                 return
@@ -560,7 +562,7 @@ class Outbox:
         if whole:
             states, heard = self._send_whole(whole, said)
         else:
-            heard = report(self._database, said)
+            heard = self.report(said)
         self._recorded.update((entry.new.uid, entry) for entry in whole)
         self._evicted.note(evicted)
         if is_durable:
@@ -592,7 +594,7 @@ class Outbox:
                 parts=self._parts.said([self._parts.entry(uid) for uid in heard.forgotten]).parts,
             )
             with suppress(Unavailable):  # the next question finds out
-                heard = report(self._database, again)
+                heard = self.report(again)
         wanted = self._parts.apply_reply(said, heard)
         for uid, outcome in heard.outcomes.items():
             entry = self._parts.entry(uid)
@@ -647,7 +649,7 @@ class Outbox:
 
     def _send_marks(self, placed: Mapping[str, Sequence[Placed]]) -> None:
         marks = tuple(self._mark_of(uid, part) for uid, each in placed.items() for part in each)
-        marked = report(self._database, Report(marks=marks, is_durable=True)).marked
+        marked = self.report(Report(marks=marks, is_durable=True)).marked
         for uid, each in placed.items():
             if marked[uid] is Status.CAPTURED:
                 # it has parts that are not on the disks of their ranks

@@ -26,6 +26,7 @@ from datastates.agent.writer_process import WriterProcess
 from datastates.config import Config
 from datastates.engine.copies import CLOSING_S
 from datastates.engine.in_flight import LineageContext
+from datastates.engine.node_reports import NodeReports
 from datastates.engine.processor_process import AgentProcessor
 from datastates.engine.processors import switches
 from datastates.engine.runner import Runner
@@ -106,6 +107,7 @@ class ProcessResources:
     presence: Presence | None = None
     agent: AgentClient | None = None
     writing: WriterProcess | None = None
+    reports: NodeReports | None = None
     is_shut_down: bool = False
     watches: dict[str, Callable[[], None]] = field(default_factory=dict)
     """By branch, what else is called once a second."""
@@ -127,6 +129,9 @@ class ProcessResources:
         self.watches[branch] = look
         if self.agent is not None:
             self.agent.track(branch, rank, ranks)
+            if ranks > 1 and self.reports is None:
+                self.reports = NodeReports(self.database)
+                self.runner.outbox.report = self.reports.report
 
     def unwatch(self, branch: str, look: Callable[[], None]) -> None:
         """Call ``look`` no more."""
@@ -205,10 +210,9 @@ class ProcessResources:
             self.lease.close()
         if self.presence is not None:
             self.presence.close()
-        if self.writing is not None:
-            self.writing.close()
-        if self.agent is not None:
-            self.agent.close()
+        for each in (self.writing, self.reports, self.agent):
+            if each is not None:
+                each.close()
         self.memory.close()
         self.arena.close()
         if self.arena.shared is not None:

@@ -53,6 +53,11 @@ def reads_ahead(found: object) -> bool:
     return is_prepared(found) and "iteration" in vars(found)
 
 
+def is_received(found: Any) -> bool:
+    """Whether another rank reads the batches of a prepared loader, and sends them to this one."""
+    return _is(found, "DataLoaderDispatcher") and found.state.process_index != 0
+
+
 def is_stateful(found: Any) -> bool:
     """Whether a prepared loader keeps its place. torchdata's ``StatefulDataLoader`` does,
     which Accelerate wraps if it is configured so."""

@@ -28,6 +28,7 @@ from .loaders import (
     holds_begun_iterator,
     is_ordered_by_epoch,
     is_prepared,
+    is_received,
     is_stateful,
     kind_of,
     length_of,
@@ -557,6 +558,8 @@ class Pass:
         Random numbers that are drawn in this process, alternating with the training's, decide what
         a batch is but not the next ones.
         """
+        # of a batch that another rank sent, only that rank can tell whether it drew numbers
+        is_drawn = is_drawn or is_received(self._source)
         loader, pairs = (
             self._loader,
             [*zip(place.get("prints", ()), self._prints, strict=False)][: 1 if is_drawn else 2],

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from datastates.agent import writer_process
+from datastates.agent.messages import error_of
 from datastates.agent.writer_process import WriterProcess
 from datastates.engine.writer import is_full
 from datastates.errors import DatastatesError, Unavailable
@@ -160,7 +161,7 @@ def test_errors_come_as_what_they_were(
 )
 def test_a_full_disk_is_known_by_its_cause(kind: str, found: type[Exception]) -> None:
     failed = writer_process._Failed(kind, "said", "disk", errno.ENOSPC)
-    error = writer_process._error(failed)
+    error = error_of(failed.kind, failed.text, failed.trouble, failed.cause)
     assert type(error) is found
     assert str(error) == "said"
     assert error.trouble == "disk"
