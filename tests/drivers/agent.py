@@ -280,6 +280,9 @@ class Book:
     """The digest and the step of each state on the branch, oldest first."""
 
     cloned: dict[str, tuple[str, int]] = field(default_factory=dict)
+    on_disk: set[str] = field(default_factory=set)
+    """States that are in no memory: retention may remove the old ones of them."""
+
     durable: dict[str, None] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     begun: tuple[int, str] = (0, "-")
@@ -379,6 +382,8 @@ def compare(book: Book, report: Report) -> None:
             book.cloned.pop(uid, None)
             for name in [name for name, named in book.tags.items() if named == uid]:
                 del book.tags[name]
+    if book.survives != "memory":
+        book.on_disk.update(book.captured)
     if book.survives == "settled":  # the rest is in no memory any more
         keep = {uid for uid, found in book.found.items() if found[2].is_restorable}
         book.captured = {uid: known for uid, known in book.captured.items() if uid in keep}
@@ -387,7 +392,8 @@ def compare(book: Book, report: Report) -> None:
 
 
 def _compare_promises(book: Book, report: Report) -> None:
-    by_step = sorted(book.captured, key=lambda uid: -book.captured[uid][1])
+    in_memory = book.captured.keys() - book.on_disk
+    by_step = sorted(in_memory, key=lambda uid: -book.captured[uid][1])
     pinned = set(book.tags.values())
     if book.survives == "memory":
         pinned |= set(by_step[:SURELY_KEPT])
