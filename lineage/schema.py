@@ -7,6 +7,7 @@ one tree to write instead of two.
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import (
@@ -24,6 +25,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    and_,
     collate,
     func,
     literal_column,
@@ -49,6 +51,11 @@ def beginning(text: ColumnElement[str]) -> ColumnElement[str]:
 
     An entry there takes 2704 bytes at most."""
     return func.left(collate(text, "C"), literal_column("255"))
+
+
+def is_finite(column: ColumnElement[float]) -> ColumnElement[bool]:
+    """Whether a number is neither infinite nor NaN, which is NULL. The result is never NULL."""
+    return and_(column.is_not(None), column > -math.inf, column < math.inf)
 
 
 def _of_texts(table: str, owner: str) -> tuple[Index, Index]:

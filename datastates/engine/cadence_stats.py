@@ -3,6 +3,7 @@ costs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -63,7 +64,7 @@ class CadenceFacts:
             self._moment(now, index=self.count - 1, metrics=taken.metrics, waiting=waiting)
         )
         for key, value in taken.metrics.items():
-            if value == value:  # not NaN
+            if math.isfinite(value):
                 least, greatest = self._extremes.get(key, (value, value))
                 self._extremes[key] = min(least, value), max(greatest, value)
         if is_due:

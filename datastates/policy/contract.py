@@ -7,6 +7,7 @@ texts of policies, and decides how much memory states get.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -492,7 +493,7 @@ class Cadence(Policy):
 @dataclass(frozen=True, slots=True)
 class OnImprovement(Policy):
     """Writes each state whose ``metric`` is better than in every earlier capture of its training.
-    NaN is never better.
+    NaN and infinities are never better.
 
     ``is_rising`` is whether larger values are better. If it is None, the metric's name decides, as
     everywhere (accuracies rise, losses fall). Earlier captures of a resumed training do not count:
@@ -523,7 +524,7 @@ class OnImprovement(Policy):
     def is_due(self, moment: Moment, /) -> bool:
         """See ``Policy``."""
         value = moment.metrics.get(self.metric)
-        if moment.index is None or value is None or value != value:  # NaN
+        if moment.index is None or value is None or not math.isfinite(value):
             return False
         before = moment.extremes.get(self.metric)
         return before is None or (value > before[1] if self.rises else value < before[0])

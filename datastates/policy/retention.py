@@ -198,8 +198,8 @@ class Best:
     def is_better(self, value: float, than: float | None) -> bool:
         """Whether a newer state with this value is the best, where the best so far has ``than``.
 
-        NaN is never better."""
-        if math.isnan(value):
+        NaN and infinities are never better."""
+        if not math.isfinite(value):
             return False
         return than is None or (value >= than if self.is_max else value <= than)
 
@@ -214,7 +214,7 @@ class Best:
                 yield from Best(key, self.count).keep(states, now)
             return
         sign = -1 if self.is_max else 1
-        rated = [fact for fact in states if not math.isnan(fact.metrics.get(self.key, math.nan))]
+        rated = [fact for fact in states if math.isfinite(fact.metrics.get(self.key, math.nan))]
         rated.sort(key=lambda fact: (sign * fact.metrics[self.key], -fact.index))
         for place, fact in enumerate(rated[: self.count], 1):
             nth = f", no. {place}" if self.count > 1 else ""

@@ -234,11 +234,11 @@ class Exploration:
                 f"no finished variant of study {self.study!r} has the metric {metric!r}: there are"
                 f" {', '.join(known) or 'none'}"
             )
-        numbers = [each for each in have if not math.isnan(each.metrics[metric])]
+        numbers = [each for each in have if math.isfinite(each.metrics[metric])]
         if not numbers:
             raise NotFound(
-                f"{metric} is NaN in every finished variant of study {self.study!r}: none is the"
-                " best"
+                f"{metric} is NaN or infinite in every finished variant of study {self.study!r}:"
+                " none is the best"
             )
         return better(numbers, key=lambda each: each.metrics[metric])
 

@@ -46,6 +46,7 @@ from datastates.lineage.schema import (
     STATE,
     beginning,
     from_us,
+    is_finite,
     to_us,
 )
 from datastates.lineage.states import EXACT_INT, RefKind
@@ -55,12 +56,14 @@ from .grammar import (
     AllOf,
     Among,
     AnyOf,
+    Classify,
     Compare,
     Exists,
     Field,
     Kind,
     Node,
     Not,
+    NumberClass,
     Related,
     Value,
     clamp,
@@ -120,6 +123,8 @@ def condition(node: Node, scope: Scope) -> ColumnElement[bool]:
             return _related(node, scope)
         case Exists(at):
             return _exists(at, scope)
+        case Classify(at):
+            return _classify(at, node)
         case Compare(at, operator, value):
             return _compare(at, operator, (value,), scope)
         case Among(at, values):
@@ -140,6 +145,8 @@ def ids(node: Node, dialect: str) -> Select[Any] | None:
                 METRIC.c.key == at.key,
                 _any(metric_is(METRIC.c.value, "=", value) for value in values),
             )
+        case Classify(Field(kind=Kind.METRIC) as at):
+            return select(METRIC.c.state_id).where(METRIC.c.key == at.key, _is_of(METRIC, node))
         case Compare(Field(name="attr") as at, operator, value) if operator != "~":
             found = select(ATTRIBUTE.c.state_id).where(
                 ATTRIBUTE.c.key == at.key, _typed_is(ATTRIBUTE, operator, value, dialect)
@@ -246,6 +253,26 @@ def _compare(
         column.is_not(None),
         _any(_text_is(column, operator, value, scope.dialect) for value in values),
     )
+
+
+def _classify(at: Field, node: Classify) -> ColumnElement[bool]:
+    if at.name == "metrics":
+        return _of_state(METRIC, at.key, _is_of(METRIC, node))
+    if at.name == "attr":
+        return _of_state(ATTRIBUTE, at.key, ATTRIBUTE.c.type.in_(_NUMBERS), _is_of(ATTRIBUTE, node))
+    return _of_setting(at.key, SETTING.c.type.in_(_NUMBERS), _is_of(SETTING, node))
+
+
+def _is_of(belongs: Any, node: Classify) -> ColumnElement[bool]:
+    """Whether a number is of the class."""
+    column = belongs.c.value if belongs is METRIC else belongs.c.number
+    classes = {
+        NumberClass.NAN: column.is_(None),
+        NumberClass.INF: and_(column.is_not(None), column.in_((math.inf, -math.inf))),
+        NumberClass.FINITE: is_finite(column),
+    }
+    found = classes[node.number_class]
+    return not_(found) if node.is_not else found
 
 
 def _exists(at: Field, scope: Scope) -> ColumnElement[bool]:

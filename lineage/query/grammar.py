@@ -2,6 +2,7 @@
 
     metrics.val_loss < 0.2 and (step > 500 or tag = 'warm') order by metrics.val_loss limit 5
     not metrics."val/loss" >= 0.2 and config.optimizer.lr in (0.1, 0.01)
+    metrics.loss is nan or metrics.loss is inf
     created > now-2h and descendant_of(warm~3)
 
 Values are numbers, true and false, dates, and texts. The quotes of a text may be left out if it is
@@ -244,6 +245,23 @@ class Among:
     values: tuple[Value, ...]
 
 
+class NumberClass(StrEnum):
+    """A class of floating-point numbers; ``inf`` has both infinities."""
+
+    NAN = "nan"
+    INF = "inf"
+    FINITE = "finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Classify:
+    """The field is a number of the class, or with ``is_not`` a number of another class."""
+
+    field: Field
+    number_class: NumberClass
+    is_not: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Exists:
     """The state has the field at all."""
@@ -276,7 +294,9 @@ class AnyOf:
     items: tuple[Node, ...]
 
 
-Node = Compare | Among | Exists | Related | Not | AllOf | AnyOf
+Node = Compare | Among | Classify | Exists | Related | Not | AllOf | AnyOf
+Leaf = Compare | Among | Classify | Exists | Related
+"""A single condition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +332,7 @@ class Query:
     def presumed(self) -> tuple[Field, ...]:
         """The fields that it compares or orders by, and so expects to exist."""
         leaves = () if self.condition is None else _leaves(self.condition)
-        compared = (one.field for one in leaves if isinstance(one, Compare | Among))
+        compared = (one.field for one in leaves if isinstance(one, Compare | Among | Classify))
         return (*compared, *(one.field for one in self.order))
 
 
@@ -384,6 +404,13 @@ class _Build(Transformer[Token, Any]):
 
     def among(self, field: _Named, word: Token, *values: Token) -> Node:
         return Among(field.field, tuple(_value(field, value) for value in values))
+
+    def classify(self, field: _Named, word: Token, negation: Token | None, name: Token) -> Classify:
+        if field.field.kind not in (Kind.METRIC, Kind.ANY):
+            raise problem_at(
+                word, f"{field.text} is never NaN or infinite", _OPERATORS[field.field.kind]
+            )
+        return Classify(field.field, NumberClass(name.lower()), negation is not None)
 
     def exists_before(self, word: Token, field: _Named) -> Node:
         return Exists(field.field)
@@ -510,7 +537,7 @@ def _depth(node: Node) -> int:
     return 1
 
 
-def _leaves(node: Node) -> Iterator[Compare | Among | Exists | Related]:
+def _leaves(node: Node) -> Iterator[Leaf]:
     """The single conditions of which a condition is made."""
     match node:
         case Not(item):
@@ -522,7 +549,7 @@ def _leaves(node: Node) -> Iterator[Compare | Among | Exists | Related]:
             yield node
 
 
-def _reads_history(leaf: Compare | Among | Exists | Related) -> bool:
+def _reads_history(leaf: Leaf) -> bool:
     return isinstance(leaf, Related) or leaf.field.name == "branch"
 
 
@@ -531,6 +558,8 @@ _TERMINALS = {
     "OPERATOR": "= != < <= > >= ~",
     "IN": "'in'",
     "NOT": "'not'",
+    "IS": "'is'",
+    "CLASS": "'nan', 'inf', 'finite'",
     "EXISTS": "'exists'",
     "RELATION": "'ancestor_of(', 'descendant_of('",
     "LPAR": "'('",

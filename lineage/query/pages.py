@@ -3,7 +3,8 @@
 Pages follow each other by keyset: a cursor holds the sort keys of the last state, never an offset.
 The thousandth page costs as much as the first, and states recorded meanwhile shift nothing. Equal
 states come oldest first when the last key rises, and newest first when it falls. Without an order
-the newest come first. States that lack a sort key come last in either direction.
+the newest come first. States that lack a sort key come last in either direction, and also those
+where it is NaN or infinite.
 
 This module decides how a page is read, since SQLite has no statistics of the values of one key. It
 counts the matches of conditions that an index serves, up to ``SELECTIVE``. If one of them matches
@@ -50,11 +51,19 @@ from datastates.lineage.schema import (
     RUN,
     SETTING,
     STATE,
+    is_finite,
     to_us,
 )
 from datastates.lineage.states import State
 
-from .conditions import Scope, by_code_point, condition, ids, metric_is, run_column
+from .conditions import (
+    Scope,
+    by_code_point,
+    condition,
+    ids,
+    metric_is,
+    run_column,
+)
 from .grammar import Among, Compare, Field, Kind, Node, Order, Query, parse_query
 
 if TYPE_CHECKING:
@@ -232,7 +241,7 @@ class _Key:
             case int():
                 return self.type_ is BigInteger and -(2**63) <= value < 2**63
             case float():
-                return self.type_ is Double and not math.isnan(value)
+                return self.type_ is Double and math.isfinite(value)
         return self.type_ is String and "\x00" not in value
 
     def sort(self) -> list[ColumnElement[Any]]:
@@ -261,7 +270,7 @@ def _keys(order: Iterable[Order], dialect: str) -> list[_Key]:
 def _keys_of(at: Field, falls: bool, dialect: str) -> list[_Key]:
     match at.name:
         case "metrics":
-            return [_Key(_value_of(METRIC, at.key, METRIC.c.value), falls, True, Double)]
+            return [_Key(_value_of(METRIC, at.key, _finite(METRIC.c.value)), falls, True, Double)]
         case "attr":  # numbers before texts, here and below
             return _typed_keys(
                 ATTRIBUTE, at.key, falls, dialect, ATTRIBUTE.c.state_id == STATE.c.id
@@ -284,13 +293,18 @@ def _typed_keys(
     belongs: Any, key: str, falls: bool, dialect: str, is_its: ColumnElement[bool]
 ) -> list[_Key]:
     """The keys for an attribute or a setting of a state."""
-    of = select(belongs.c.number).where(is_its, belongs.c.key == literal(key, String))
+    of = select(_finite(belongs.c.number)).where(is_its, belongs.c.key == literal(key, String))
     number = of.scalar_subquery()
     text = of.with_only_columns(belongs.c.text).where(belongs.c.type == "str").scalar_subquery()
     return [
         _Key(number, falls, True, Double),
         _Key(by_code_point(text, dialect), falls, True, String),
     ]
+
+
+def _finite(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    """The number, or NULL if it is infinite."""
+    return case((is_finite(column), column))
 
 
 def _value_of(belongs: Any, key: str, column: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -356,8 +370,8 @@ def _rows_by_metric(
     last: tuple[_Scalar, ...] | None,
     count: int,
 ) -> list[tuple[_Scalar, ...]]:
-    """Read along the index of the metric that is the first sort key; then the states that lack
-    it."""
+    """Read along the index of the metric that is the first sort key; then the states without a
+    finite value."""
     metric = METRIC.alias("sorted")
     key, falls = query.order[0].field.key, query.order[0].is_descending
     rows: list[tuple[_Scalar, ...]] = []
@@ -372,15 +386,23 @@ def _rows_by_metric(
         )
         statement = statement.join(STATE, STATE.c.id == metric.c.state_id)
         statement = statement.where(
-            metric.c.key == literal(key, String), metric.c.value.is_not(None), *bounds, where
+            metric.c.key == literal(key, String), is_finite(metric.c.value), *bounds, where
         )
         rows = _run_page(scope, statement, along, last, count)
         last = None
-    if len(rows) == count or _excludes_missing(query, key):
+    if len(rows) == count:
         return rows
-    lacking = ~exists(
-        select(literal(1)).where(
-            METRIC.c.state_id == STATE.c.id, METRIC.c.key == key, METRIC.c.value.is_not(None)
+    lacking = (
+        STATE.c.id.in_(
+            select(METRIC.c.state_id).where(
+                METRIC.c.key == key, METRIC.c.value.in_((math.inf, -math.inf))
+            )
+        )
+        if _excludes_missing(query, key)
+        else ~exists(
+            select(literal(1)).where(
+                METRIC.c.state_id == STATE.c.id, METRIC.c.key == key, is_finite(METRIC.c.value)
+            )
         )
     )
     rest = None if last is None else (last[0], *last[2:])

@@ -142,7 +142,8 @@ def best_on_the_way(
                 _VALUES, {"metric": key, "after": after, "last": after + _PAGE}
             ).all()
         for id_, parent, other, value in rows:  # one for each further parent
-            own = _WORST if value is None else (sign * value, id_)
+            is_rated = value is not None and math.isfinite(value)
+            own = (sign * value, id_) if is_rated else _WORST
             best[id_] = max(own, *(best.get(each, _WORST) for each in (id_, parent, other)))
     return {head: best[head][1] for head in heads if best[head] != _WORST}
 

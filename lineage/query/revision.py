@@ -38,6 +38,7 @@ from datastates.lineage.schema import (
     REF,
     STATE,
     from_us,
+    is_finite,
     to_us,
 )
 from datastates.lineage.states import State
@@ -408,12 +409,12 @@ def _best(session: Session, id_: int, key: str, is_max: bool) -> int:
         hint = f" ({uid} has {', '.join(known[:10])})" if known else ""
         if (
             session.execute(
-                _nan_query(session.dialect.name), {"start": id_, "metric": key}
+                _any_query(session.dialect.name), {"start": id_, "metric": key}
             ).scalar()
             is not None
         ):
             raise NotFound(
-                f"{key!r} is NaN wherever {uid} and its ancestors have it, so none is the best:"
+                f"{key!r} is NaN or infinite in {uid} and its ancestors, so none is the best:"
                 f" name a state, or another metric{hint}"
             )
         raise NotFound(f"neither {uid} nor any of its ancestors has a metric {key!r}{hint}")
@@ -460,15 +461,15 @@ def _best_query(dialect: str, is_max: bool) -> Select[Any]:
     value = METRIC.c.value.desc() if is_max else METRIC.c.value.asc()
     return (
         _measured(dialect)
-        .where(METRIC.c.value.is_not(None))
+        .where(is_finite(METRIC.c.value))
         .order_by(value, METRIC.c.state_id.desc())
         .limit(1)
     )
 
 
 @lru_cache(maxsize=8)
-def _nan_query(dialect: str) -> Select[Any]:
-    return _measured(dialect).where(METRIC.c.value.is_(None)).limit(1)
+def _any_query(dialect: str) -> Select[Any]:
+    return _measured(dialect).limit(1)
 
 
 def _measured(dialect: str) -> Select[Any]:

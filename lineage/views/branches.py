@@ -7,7 +7,6 @@ branches. Everything else is read for the branches of one page.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from datastates.lineage.schema import (
     RUN,
     STATE,
     from_us,
+    is_finite,
     to_us,
 )
 from datastates.lineage.states import (
@@ -435,10 +435,9 @@ def _best(direction: Direction) -> Any:
     )
     held = found.subquery()
     value = held.c.value
-    finite = value.is_not(None) & (value > -math.inf) & (value < math.inf)
     return (
         select(held.c.id, value)
-        .where(finite)
+        .where(is_finite(value))
         .order_by(value.asc() if direction is Direction.MIN else value.desc(), held.c.id)
         .limit(1)
     )

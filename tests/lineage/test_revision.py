@@ -229,7 +229,7 @@ def test_the_best_of_values_that_are_all_nan_is_said_to_be_nan(
             with pytest.raises(
                 NotFound,
                 match=(
-                    rf"'loss' is NaN wherever {broken.uid} .* name a state, or another metric"
+                    rf"'loss' is NaN or infinite in {broken.uid} .* name a state, or another metric"
                     rf" \({broken.uid} has lr\)"
                 ),
             ):

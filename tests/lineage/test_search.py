@@ -24,12 +24,14 @@ from datastates.lineage.query.grammar import (
     AllOf,
     Among,
     AnyOf,
+    Classify,
     Compare,
     Exists,
     Field,
     Kind,
     Node,
     Not,
+    NumberClass,
     Order,
     Query,
     Related,
@@ -37,6 +39,7 @@ from datastates.lineage.query.grammar import (
     parse_query,
 )
 from datastates.lineage.query.pages import find, find_all
+from datastates.lineage.query.revision import resolve
 from tests.lineage.conftest import Grow, on_one_database
 from tests.lineage.oracle import ATTRIBUTES, LARGE, METRICS, NOW, NUMBERS, START, TEXTS, Lineage
 from tests.lineage.oracle import grow as grow_lineage
@@ -84,6 +87,12 @@ def _leaves(lineage: Lineage) -> st.SearchStrategy[Node]:
     any_values: st.SearchStrategy[Value] = st.one_of(_numbers, _texts, st.sampled_from(LARGE))
     return st.one_of(
         _compare(_metric, NUMERIC, _numbers),
+        st.builds(
+            Classify,
+            st.one_of(_metric, _attribute, _config),
+            st.sampled_from(NumberClass),
+            st.booleans(),
+        ),
         _compare(_integer, NUMERIC, st.one_of(st.integers(-1, 12), _numbers, st.just(10**17))),
         _compare(_text, [*NUMERIC, "~"], _texts),
         _compare(st.one_of(_attribute, _config), NUMERIC, any_values),
@@ -154,6 +163,8 @@ def _written(node: Node) -> str:
             return f"{_field(field)} {operator} {_value(value)}"
         case Among(field, values):
             return f"{_field(field)} in ({', '.join(_value(value) for value in values)})"
+        case Classify(field, number_class, is_not):
+            return f"{_field(field)} is {'not ' * is_not}{number_class}"
         case Exists(field):
             return f"exists {_field(field)}"
         case Related(is_ancestor, revision):
@@ -190,6 +201,12 @@ def _holds(node: Node, state: State, lineage: Lineage) -> bool:
             return all(_holds(item, state, lineage) for item in items)
         case AnyOf(items):
             return any(_holds(item, state, lineage) for item in items)
+        case Classify(field, number_class, is_not):
+            return any(
+                (_class_of(held) is number_class) != is_not
+                for held in _held(field, state, lineage)
+                if isinstance(held, int | float) and not isinstance(held, bool)
+            )
         case Exists(field):
             return bool(_held(field, state, lineage))
         case Related(is_ancestor, revision):
@@ -206,6 +223,16 @@ def _holds(node: Node, state: State, lineage: Lineage) -> bool:
             return any(
                 _compares(field, held, operator, value) for held in _held(field, state, lineage)
             )
+
+
+def _class_of(number: float) -> NumberClass:
+    return (
+        NumberClass.NAN
+        if math.isnan(number)
+        else NumberClass.INF
+        if math.isinf(number)
+        else NumberClass.FINITE
+    )
 
 
 def _held(field: Field, state: State, lineage: Lineage) -> list[object]:
@@ -295,7 +322,7 @@ def _expected(query: Query, lineage: Lineage) -> list[str]:
 
 def _sort_keys(field: Field, state: State, lineage: Lineage) -> list[object]:
     held = next(iter(_held(field, state, lineage)), None)
-    if isinstance(held, float) and math.isnan(held):
+    if isinstance(held, float) and not math.isfinite(held):
         held = None
     if field.name not in ("attr", "config"):
         return [held]
@@ -384,6 +411,38 @@ def test_what_a_state_lacks_compares_as_false_and_not_of_it_is_true(
             assert [state.uid for state in find(session, text).states] == [
                 state.uid for state in expected
             ], text
+
+
+def test_nan_and_infinities_are_found_and_come_last(database: Database, grow: Grow) -> None:
+    lacks = grow(branch="main", attributes={"x": True})
+    nan = grow(lacks, branch="main", metrics={"loss": math.nan}, attributes={"x": math.nan})
+    low = grow(nan, branch="main", metrics={"loss": -math.inf}, attributes={"x": -math.inf})
+    high = grow(low, branch="main", metrics={"loss": math.inf}, attributes={"x": math.inf})
+    one = grow(high, branch="main", metrics={"loss": 1.0}, attributes={"x": "nan"})
+    two = grow(one, branch="main", metrics={"loss": 2.0}, attributes={"x": 2})
+    with database.read() as session:
+        for text, expected in [
+            ("metrics.loss is nan", [nan]),
+            ("metrics.loss is inf", [high, low]),
+            ("metrics.loss = -inf", [low]),
+            ("metrics.loss is finite", [two, one]),
+            ("metrics.loss is not finite", [high, low, nan]),
+            ("metrics.loss is not NaN", [two, one, high, low]),
+            ("not metrics.loss is nan", [two, one, high, low, lacks]),
+            ("attr.x is nan or attr.x is inf", [high, low, nan]),
+            ("order by metrics.loss", [one, two, lacks, nan, low, high]),
+            ("order by metrics.loss desc", [two, one, high, low, nan, lacks]),
+            ("metrics.loss > 0 order by metrics.loss", [one, two, high]),
+            ("metrics.loss < 2 order by metrics.loss desc", [one, low]),
+        ]:
+            found = [state.uid for state in find(session, text).states]
+            assert found == [state.uid for state in expected], text
+        best = [resolve(session, f"main@best:loss:{goal}").uid for goal in ("min", "max")]
+        assert best == [one.uid, two.uid]
+        with pytest.raises(SyntaxProblem, match="step is never NaN"):
+            find(session, "step is nan")
+        with pytest.raises(NotFound, match="NaN or infinite in"):
+            resolve(session, f"{high.uid}@best:loss")
 
 
 def test_the_limit_of_the_query_bounds_all_pages_and_the_limit_of_the_call_each(
@@ -577,12 +636,10 @@ def test_random_queries_parse_to_what_was_written(database: Database) -> None:
 
 def test_any_text_finds_or_fails_as_ours(database: Database, grow: Grow) -> None:
     grow(branch="main", count=3, metrics={"loss": 1.0})
-    fields = (
-        "step metrics.loss attr.x config.y created uid branch ancestor_of(main) ancestor_of( exists"
-    )
+    fields = "step metrics.loss attr.x config.y created uid branch ancestor_of(main) ancestor_of( exists is"
     signs = "( ) and or not = != < ~ in , order by desc limit"
     values = (
-        "3 -1.5e400 1e5 inf ' \" now now-2h now-99999999999999999d 2026-11-21 0001-01-01"
+        "3 -1.5e400 1e5 inf nan finite ' \" now now-2h now-99999999999999999d 2026-11-21 0001-01-01"
         " 9999-12-31T23:59:59 true abcd ü \0 \ud800"
     )
     words = f"{fields} {signs} {values} {'9' * 30}"
@@ -645,12 +702,12 @@ def test_a_rare_metric_and_an_order_by_metric_read_its_index(
         (
             "metrics.acc > 0.1 order by metrics.loss limit 5",
             10,
-            f"SEARCH sorted USING COVERING INDEX {index} (key=? AND value>?)",
+            f"SEARCH sorted USING COVERING INDEX {index} (key=? AND value>? AND value<?)",
         ),
         (
             "metrics.acc > 0.1 order by metrics.loss desc limit 5",
             10,
-            f"SEARCH sorted USING COVERING INDEX {index} (key=? AND value>?)",
+            f"SEARCH sorted USING COVERING INDEX {index} (key=? AND value>? AND value<?)",
         ),
     ]:
         plan = _plan(database, text, selective)
