@@ -346,10 +346,11 @@ def _search(
 ) -> tuple[list[State], Query]:
     """At most ``most`` of the states that match a query with the options, and the query that was
     finally used."""
-    from datastates.lineage.query.fields import check_names
+    from datastates.lineage.query.fields import check_names, resolve_names
     from datastates.lineage.query.pages import find_each
 
     check_names(session, query, text)
+    query = resolve_names(session, query, text or "")
     query = refine(session, query, sort=sort, since=since)
     if most is not None:
         query = replace(query, limit=most if query.limit is None else min(query.limit, most))

@@ -7,7 +7,7 @@ line to ``_KINDS``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,19 @@ from datastates.lineage.schema import (
 )
 from datastates.system.logs import is_secret
 
-from .grammar import Field, Kind, Query, parse_query
+from .grammar import (
+    AllOf,
+    AnyOf,
+    Field,
+    Kind,
+    Node,
+    Not,
+    Query,
+    Related,
+    check_metric,
+    no_field,
+    parse_query,
+)
 
 if TYPE_CHECKING:
     from datastates.lineage.session import Session
@@ -55,10 +67,47 @@ def check_names(session: Session, query: Query | str, text: str | None = None) -
     """
     text = query if isinstance(query, str) else text
     query = parse_query(query) if isinstance(query, str) else query
-    for field in query.presumed:
+    for field in resolve_names(session, query, text or "").presumed:
         kind = _KINDS.get(field.name)
         if kind is not None and not _has(session, kind, field.key) and _has_states(session):
             raise unknown(session, field, written(field) if text is None else text)
+
+
+def resolve_names(session: Session, query: Query, text: str) -> Query:
+    """The query with each bare name as a metric, else a setting, else an attribute.
+
+    :raises SyntaxProblem: a bare name names none of these, or is compared in a way that its kind
+        does not allow; the error points into ``text``.
+    """
+    if all(field.name for field in query.fields):
+        return query
+
+    def named(field: Field) -> Field:
+        if field.name:
+            return field
+        for name, names in _KINDS.items():
+            is_hidden = names.table is SETTING and is_secret(field.key)
+            if not is_hidden and _has(session, names, field.key):
+                return Field(name, names.kind, field.key, field.column)
+        known = (key for names in _KINDS.values() for key in _every_key(session, names))
+        raise no_field(field, text, known)
+
+    def resolved(node: Node) -> Node:
+        match node:
+            case Related():
+                return node
+            case Not(item):
+                return Not(resolved(item))
+            case AllOf(items) | AnyOf(items):
+                return type(node)(tuple(map(resolved, items)))
+        found = replace(node, field=named(node.field))
+        if found.field.kind is Kind.METRIC:
+            check_metric(found, text)
+        return found
+
+    condition = None if query.condition is None else resolved(query.condition)
+    order = tuple(replace(one, field=named(one.field)) for one in query.order)
+    return Query(condition, order, query.limit)
 
 
 def field_of(session: Session, text: str) -> Field:
@@ -73,7 +122,9 @@ def field_of(session: Session, text: str) -> Field:
     try:
         (field,) = parse_query(f"exists {text}").fields
     except (SyntaxProblem, ValueError):
-        raise unknown(session, Field("metrics", Kind.METRIC, text), text) from None
+        field = Field("", Kind.ANY, text)
+    if not field.name:
+        raise unknown(session, Field("metrics", Kind.METRIC, text), text)
     known = _KINDS.get(field.name)
     if known is not None and not _has(session, known, field.key) and _has_states(session):
         raise unknown(session, Field(field.name, field.kind, field.key), text)
@@ -149,6 +200,7 @@ def _has(session: Session, names: _Names, key: str) -> bool:
 
 _KINDS = {
     "metrics": _Names("metric", Kind.METRIC, METRIC),
-    "attr": _Names("attribute", Kind.ANY, ATTRIBUTE),
     "config": _Names("setting", Kind.ANY, SETTING),
+    "attr": _Names("attribute", Kind.ANY, ATTRIBUTE),
 }
+"""The kinds, in the order in which bare names are looked up."""

@@ -209,7 +209,8 @@ class Field:
     """``name`` is one of the known ones; ``key`` is the name after ``metrics.``, ``attr.`` or
     ``config.``.
 
-    ``column`` is the field's position in the text, from 1.
+    A bare name such as ``val_loss`` has an empty ``name`` until ``fields.resolve_names`` finds
+    what it names. ``column`` is the field's position in the text, from 1.
     """
 
     name: str
@@ -462,9 +463,33 @@ def _field(token: Token) -> Field:
             if prefix == "config" and is_secret(key):
                 raise problem_at(token, f"{key!r} names a secret: none is searched for")
             return Field(prefix, kind, key, column)
-    close = get_close_matches(text, _FIELDS, n=1)
+    return Field("", Kind.ANY, ".".join(_parts(text)), column)
+
+
+def no_field(field: Field, text: str, others: Iterable[str] = ()) -> SyntaxProblem:
+    """The error for a bare name that names nothing; ``others`` are further names to suggest."""
+    close = get_close_matches(field.key, [*_FIELDS, *others], n=1)
     hint = f", did you mean {close[0]}?" if close else ""
-    raise problem_at(token, f"there is no field {text!r}{hint}", _KNOWN)
+    return SyntaxProblem(
+        f"there is no field {field.key!r}{hint}", text=text, column=field.column, expected=_KNOWN
+    )
+
+
+def check_metric(leaf: Compare | Among | Classify | Exists, text: str) -> None:
+    """Check a condition on a bare name that turned out to be a metric.
+
+    :raises SyntaxProblem: metrics are not compared like this.
+    """
+    given = leaf.values if isinstance(leaf, Among) else ()
+    if isinstance(leaf, Compare):
+        given = ("",) if leaf.operator == "~" else (leaf.value,)
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in given):
+        raise SyntaxProblem(
+            f"{leaf.field.key!r} is a metric, and is compared with numbers",
+            text=text,
+            column=leaf.field.column,
+            expected=_OPERATORS[Kind.METRIC],
+        )
 
 
 def _parts(text: str) -> Iterator[str]:

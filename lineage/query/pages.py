@@ -64,6 +64,7 @@ from .conditions import (
     metric_is,
     run_column,
 )
+from .fields import resolve_names
 from .grammar import Among, Compare, Field, Kind, Node, Order, Query, parse_query
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def find(
     :raises NotFound: a revision in it names nothing.
     :raises InvalidInput: ``after`` is no cursor of this query, or ``limit`` is below 1.
     """
-    query = parse_query(text)
+    query = resolve_names(session, parse_query(text), text)
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one state")
     place = _Place(to_us(now), query.limit, None) if after is None else _unseal(after, text, query)
@@ -136,6 +137,7 @@ def find_each(
 
     :raises NotFound: a revision in it names nothing.
     """
+    query = resolve_names(session, query, text)
     place: _Place | None = _Place(to_us(now), query.limit, None)
     while place is not None:
         states, place = _turn(session, query, text, place, _PAGE_MAX)

@@ -21,6 +21,7 @@ from datastates.lineage import lookup
 from datastates.lineage.lookup import rows_in_batches, states
 from datastates.lineage.query.conditions import Scope, condition
 from datastates.lineage.query.curves import lost_parts
+from datastates.lineage.query.fields import resolve_names
 from datastates.lineage.query.grammar import parse_query
 from datastates.lineage.query.names import REFS, to_ref
 from datastates.lineage.schema import (
@@ -217,7 +218,7 @@ def heads_where(session: Session, query: str, now: datetime | None = None) -> se
     :raises SyntaxProblem: the query does not parse.
     :raises InvalidInput: it orders or limits.
     """
-    parsed = parse_query(query)
+    parsed = resolve_names(session, parse_query(query), query)
     if parsed.order or parsed.limit is not None:
         raise InvalidInput(
             f"{query!r} orders or limits: branches are chosen by a condition alone, and sorted by"

@@ -184,6 +184,8 @@ def test_find_lists_what_the_query_asks_for(invoke: Invoke) -> None:
     table = invoke("find", "metrics.val_loss < 0.6 order by step").out.splitlines()
     assert table[0].split()[:5] == ["state", "step", "branch", "val_loss", "loss"]
     assert [line.split()[1] for line in table[1:]] == ["4", "6"]
+    bare = invoke("find", "val_loss < 0.6 order by step").out.splitlines()
+    assert bare == table, "the metric of that name"
     nothing = invoke("find", "step > 1000")
     assert (nothing.code, nothing.out, nothing.err) == (0, "", "no state fits\n")
 

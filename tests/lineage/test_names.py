@@ -6,8 +6,9 @@ import pytest
 
 from datastates.errors import SyntaxProblem
 from datastates.lineage import Database, Run
-from datastates.lineage.query.fields import check_names, field_of, written
-from datastates.lineage.query.grammar import Field, Kind
+from datastates.lineage.query.fields import check_names, field_of, resolve_names, written
+from datastates.lineage.query.grammar import Field, Kind, parse_query
+from datastates.lineage.query.pages import find
 from datastates.lineage.schema import from_us
 from datastates.lineage.write import runs
 from tests.lineage.conftest import Grow
@@ -45,8 +46,8 @@ def filled(database: Database, grow: Grow) -> Database:
 def test_names_are_listed_by_kind_and_alphabet(filled: Database) -> None:
     listed = {
         "metrics": ('metrics."grad norm"', "metrics.loss", "metrics.val_loss"),
-        "attr": ("attr.kind", "attr.seed"),
         "config": ("config.lr", "config.optimizer.beta"),  # and no secrets
+        "attr": ("attr.kind", "attr.seed"),
     }
     for kind, names in listed.items():
         with filled.read() as session, pytest.raises(SyntaxProblem) as problem:
@@ -115,6 +116,41 @@ def test_a_lineage_without_attributes_says_that_there_are_none(
         pytest.raises(SyntaxProblem, match="no attribute 'seed': no state has any"),
     ):
         check_names(session, "attr.seed = 3")
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("val_loss < 1 order by loss", "metrics.val_loss < 1 order by metrics.loss"),
+        ("not (lr > 0 or seed in (3, 4))", "not (config.lr > 0 or attr.seed in (3, 4))"),
+        ("optimizer.beta exists and step > 1", "config.optimizer.beta exists and step > 1"),
+        ("loss is nan and kind = base", "metrics.loss is nan and attr.kind = base"),
+    ],
+)
+def test_bare_names_are_metrics_then_settings_then_attributes(
+    filled: Database, text: str, same: str
+) -> None:
+    with filled.read() as session:
+        check_names(session, text)
+        found = [state.uid for state in find(session, text).states]
+        assert found == [state.uid for state in find(session, same).states]
+        assert resolve_names(session, parse_query(text), text) == parse_query(same)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step > 3 and val_los < 1", "there is no field 'val_los', did you mean val_loss"),
+        ("stepp = 3", "there is no field 'stepp', did you mean step"),
+        ("api_token = x", "there is no field 'api_token'"),
+        ("loss = low", "'loss' is a metric, and is compared with numbers"),
+        ("loss ~ x", "'loss' is a metric"),
+        ("loss in (1, true)", "'loss' is a metric"),
+    ],
+)
+def test_bare_names_that_fit_nothing_are_refused(filled: Database, text: str, message: str) -> None:
+    with filled.read() as session, pytest.raises(SyntaxProblem, match=message):
+        check_names(session, text)
 
 
 def test_columns_are_named_as_in_a_query_or_by_bare_names(filled: Database) -> None:
