@@ -491,8 +491,8 @@ class Facade:
                 print(branch.name, branch.states, branch.best)
 
         :param query: a condition, as in ``find``, that must hold for a branch's newest state.
-        :param metric: the metric that ``last``, ``best`` and ``line`` show; None: the most relevant
-            one.
+        :param metric: the metric that ``last``, ``best`` and ``line`` show; None: a validation
+            metric if there is one, else the most relevant one.
         :param sort: ``changed``, ``name``, ``began``, ``best``, ``last``, ``step``, ``states``,
             ``restorable``, ``durable``, ``bytes`` or ``took``. The best, newest and longest come
             first; a ``-`` in front reverses the order.
@@ -508,6 +508,7 @@ class Facade:
                 sort=sort,
                 group=group,
                 living=partial(life_of, home=self.core.home),
+                folder=self.core.home.uid,
             )
 
     @values.checked

@@ -504,7 +504,7 @@ def translate(error: Exception, where: str, *, was_there: bool = False) -> Datas
     if "malformed" in lower:
         return Corrupt(
             f"{where} is damaged ({said}): restore the file from a copy, or rebuild it from the"
-            " packs by `datastates reindex --replace`"
+            " packs by `datastates repair --lineage --replace`"
         )
     if isinstance(error, exc.IntegrityError):
         return Conflict(f"{where}: what is written collides with what is there ({said})")

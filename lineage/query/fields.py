@@ -89,8 +89,7 @@ def resolve_names(session: Session, query: Query, text: str) -> Query:
             is_hidden = names.table is SETTING and is_secret(field.key)
             if not is_hidden and _has(session, names, field.key):
                 return Field(name, names.kind, field.key, field.column)
-        known = (key for names in _KINDS.values() for key in _every_key(session, names))
-        raise no_field(field, text, known)
+        raise no_field(field, text, known_names(session).values())
 
     def resolved(node: Node) -> Node:
         match node:
@@ -134,12 +133,7 @@ def field_of(session: Session, text: str) -> Field:
 def unknown(session: Session, field: Field, text: str) -> SyntaxProblem:
     """The error for a name that nothing in the lineage has; ``text`` contains it, at the field's
     column."""
-    kind = _KINDS[field.name]
-    known = {
-        written(Field(name, each.kind, key)): key
-        for name, each in _KINDS.items()
-        for key in _every_key(session, each)
-    }
+    kind, known = _KINDS[field.name], known_names(session)
     own = [name for name in known if name.startswith(f"{field.name}.")]
     close = _close(field, known)
     hint = (
@@ -156,6 +150,16 @@ def unknown(session: Session, field: Field, text: str) -> SyntaxProblem:
         column=field.column,
         expected=tuple(listed),
     )
+
+
+def known_names(session: Session) -> dict[str, str]:
+    """The key of every metric, setting and attribute by its name in a query. Secrets are left
+    out."""
+    return {
+        written(Field(name, each.kind, key)): key
+        for name, each in _KINDS.items()
+        for key in _every_key(session, each)
+    }
 
 
 def written(field: Field) -> str:

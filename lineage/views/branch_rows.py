@@ -32,6 +32,7 @@ from datastates.lineage.schema import (
     EVENT,
     METRIC,
     REF,
+    REPLICA,
     RUN,
     SEGMENT,
     STATE,
@@ -109,14 +110,15 @@ class Branch:
     states of a branch that did not fork.
 
     ``restorable`` of these can be restored, ``durable`` survive their process. ``bytes`` are those
-    that they added. ``last``, ``best`` and ``best_restorable`` are of the chosen metric; None if
-    the branch has no state with a number. A branch without own states has ``last``, ``best`` and
-    ``line`` of its whole path of first parents. ``config`` is the difference between the
-    configuration of its newest run and that of the run that captured its fork; for a root it is all
-    of the configuration. ``began_at`` is when its first own state was captured, ``changed_at`` when
-    its newest one was; ``steps_per_s`` is measured over the latest captures of its newest run.
-    ``ending`` is how that run ended; None if it is running, as far as is known. ``lost_step`` is
-    the newest step that was lost with a process that died: the branch went back from there.
+    that they added, or those in a folder of packs if one was named. ``last``, ``best`` and
+    ``best_restorable`` are of the chosen metric; None if the branch has no state with a number.
+    A branch without own states has ``last``, ``best`` and ``line`` of its whole path of first
+    parents. ``config`` is the difference between the configuration of its newest run and that
+    of the run that captured its fork; for a root it is all of the configuration. ``began_at``
+    is when its first own state was captured, ``changed_at`` when its newest one was;
+    ``steps_per_s`` is measured over the latest captures of its newest run. ``ending`` is how
+    that run ended; None if it is running, as far as is known. ``lost_step`` is the newest step
+    that was lost with a process that died: the branch went back from there.
     """
 
     name: str
@@ -292,9 +294,15 @@ def rows_of(session: Session, metric: str | None, direction: Direction) -> list[
     return rows
 
 
-def count_states(session: Session, rows: Sequence[Row], known: Counts | None = None) -> None:
-    """Count the own states of these branches, and their bytes. Branches with ``known`` counts are
-    not counted."""
+def count_states(
+    session: Session,
+    rows: Sequence[Row],
+    known: Counts | None = None,
+    *,
+    folder: str | None = None,
+) -> None:
+    """Count the own states of these branches, and their bytes: those in a ``folder`` of packs, or
+    those that they added. Branches with ``known`` counts are not counted."""
     known = known or {}
     ids = [
         row.segment_id for row in rows if row.segment_id is not None and row.segment_id not in known
@@ -303,6 +311,20 @@ def count_states(session: Session, rows: Sequence[Row], known: Counts | None = N
     for row in rows:
         segment = row.segment_id or 0
         row.restorable, row.durable, row.bytes = known.get(segment) or found.get(segment, (0, 0, 0))
+    if folder is not None:
+        ids = [row.segment_id for row in rows if row.segment_id is not None]
+        sizes = {
+            each.segment_id: int(each.size)
+            for each in rows_in_batches(session, _ON_DISK, ids, folder=folder)
+        }
+        for row in rows:
+            row.bytes = sizes.get(row.segment_id, 0)
+
+
+def bytes_of_runs(session: Session, uids: Sequence[str], folder: str) -> dict[str, int]:
+    """The bytes that the states of each of some runs take in a folder of packs, by uid."""
+    rows = rows_in_batches(session, _ON_DISK_OF_RUNS, uids, "uids", folder=folder)
+    return {row.uid: int(row.size) for row in rows}
 
 
 def counts_of(session: Session) -> Counts:
@@ -393,6 +415,21 @@ def _metrics() -> Any:
 
 
 _METRICS = _metrics()
+_size = func.sum(REPLICA.c.bytes).label("size")
+_in_folder = REPLICA.c.node == bindparam("folder"), REPLICA.c.status == "ok"
+_ON_DISK = (
+    select(STATE.c.segment_id, _size)
+    .join_from(STATE, REPLICA, REPLICA.c.state_id == STATE.c.id)
+    .where(STATE.c.segment_id.in_(bindparam("ids", type_=BigInteger, expanding=True)), *_in_folder)
+    .group_by(STATE.c.segment_id)
+)
+_ON_DISK_OF_RUNS = (
+    select(RUN.c.uid, _size)
+    .join_from(RUN, STATE, STATE.c.run_id == RUN.c.id)
+    .join(REPLICA, REPLICA.c.state_id == STATE.c.id)
+    .where(RUN.c.uid.in_(bindparam("uids", expanding=True)), *_in_folder)
+    .group_by(RUN.c.uid)
+)
 _COUNTS_OF = (
     select(STATE.c.segment_id, STATE.c.status, func.count(), func.sum(STATE.c.bytes_new))
     .where(STATE.c.segment_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))

@@ -72,7 +72,7 @@ from .branch_rows import (
     sort_of,
     write_cursor,
 )
-from .text import Direction, by_relevance, direction_of
+from .text import Direction, by_relevance, direction_of, is_validation
 
 if TYPE_CHECKING:
     from datastates.lineage.session import Session
@@ -142,14 +142,15 @@ def branches(
     now: datetime | None = None,
     counts: Callable[[Session], Counts] | None = None,
     drawn: Lines | None = None,
+    folder: str | None = None,
 ) -> Branches:
     """The branches that match the request.
 
     :param query: a condition, as for states; it must hold of a branch's newest state.
     :param name: a part of the names of the branches.
     :param names: the names of the branches; None: any.
-    :param metric: the metric of ``last``, ``best`` and ``line``; None: the most relevant one that
-        branches have.
+    :param metric: the metric of ``last``, ``best`` and ``line``; None: the metric in ``query``,
+        else a validation metric if branches have one, else the most relevant one.
     :param direction: which of its values are better; None: judged by its name.
     :param sort: one of ``SORTS``, in the order that people expect: the best, newest, longest first;
         a leading ``-`` reverses it.
@@ -161,6 +162,7 @@ def branches(
     :param counts: returns an earlier result of ``counts_of``, by which branches are sorted. The
         returned counts are always current.
     :param drawn: the lines of earlier answers. This call adds its lines.
+    :param folder: the uid of the folder of packs in which ``bytes`` are counted.
     :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises InvalidInput: one of these values is not valid.
     """
@@ -168,16 +170,23 @@ def branches(
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one branch")
     keys = by_relevance(metrics_of(session))
-    metric = metric if metric is not None else next(iter(keys), None)
-    direction = direction or (Direction.MIN if metric is None else direction_of(metric))
-    rows = rows_of(session, metric, direction)
-    total = len(rows)
-    rows = [row for row in rows if name in row.name and (names is None or row.name in names)]
-    if query.strip():
-        wanted = heads_where(session, query, now)
-        rows = [row for row in rows if row.head_id in wanted]
+    wanted = heads_where(session, query, now) if query.strip() else None
+
+    def matches(row: Row) -> bool:
+        is_named = name in row.name and (names is None or row.name in names)
+        return is_named and (wanted is None or row.head_id in wanted)
+
+    given = direction
+    for key in _metrics_to_try(session, metric, query, keys):
+        metric, direction = key, given or (Direction.MIN if key is None else direction_of(key))
+        every = rows_of(session, metric, direction)
+        rows = [row for row in every if matches(row)]
+        if any(row.tally is not None for row in rows):
+            break
+    assert direction is not None
+    total = len(every)
     if by in COUNTED:
-        count_states(session, rows, counts(session) if counts else None)
+        count_states(session, rows, counts(session) if counts else None, folder=folder)
     if group is not None:
         values = groups_of(session, group, {row.head_id: row.run_id for row in rows})
         for row in rows:
@@ -194,7 +203,7 @@ def branches(
         placed = [pair for pair in placed if pair[0] > last]
     shown = [row for _, row in placed[:limit]]
     return Branches(
-        items=_described(session, shown, metric, direction, living, drawn or Lines()),
+        items=_described(session, shown, metric, direction, living, drawn or Lines(), folder),
         next=(
             write_cursor(request, placed[limit - 1][0])
             if limit is not None and len(placed) > limit
@@ -210,6 +219,19 @@ def branches(
 
 
 # What is known of all branches
+
+
+def _metrics_to_try(
+    session: Session, metric: str | None, query: str, keys: Sequence[str]
+) -> list[str | None]:
+    """The metric that was named, or those that may be shown: the first one that a matching branch
+    has."""
+    if metric is not None:
+        return [metric]
+    fields = resolve_names(session, parse_query(query), query).fields
+    found = [field.key for field in fields if field.name == "metrics"][:1]
+    found += [*filter(is_validation, keys)][:1] + list(keys[:1])
+    return list(dict.fromkeys(found)) or [None]
 
 
 def heads_where(session: Session, query: str, now: datetime | None = None) -> set[int]:
@@ -267,9 +289,10 @@ def _described(
     direction: Direction,
     living: Living | None,
     drawn: Lines,
+    folder: str | None,
 ) -> tuple[Branch, ...]:
     """Some branches, with everything else that is read for them."""
-    count_states(session, rows)
+    count_states(session, rows, folder=folder)
     best = _best_restorable(session, rows, metric, direction)
     ids = [
         *(row.best_id for row in rows),

@@ -28,6 +28,11 @@ def by_relevance(keys: Iterable[str], first: Sequence[str] = ()) -> list[str]:
     return sorted(set(keys), key=lambda key: (asked.get(key, len(first)), *_rank(key)))
 
 
+def is_validation(key: str) -> bool:
+    """Whether a metric is measured on data that is not trained on, judged by its first word."""
+    return _rank(key)[0] == 1
+
+
 def relevant_keys(
     values: Iterable[Mapping[str, object]], most: int, first: Sequence[str] = ()
 ) -> list[str]:

@@ -214,8 +214,8 @@ def _make(session: Session, ref: Ref, reason: str) -> Ref:
     if _changed(session.execute(_INSERT[dialect], row)) != 1:
         found = get(session, ref.name)
         raise Conflict(
-            f"{found.kind} {ref.name!r} already names {found.state}: choose another name,"
-            f" or move it: move({ref.name!r}, {ref.state!r}, expected={found.state!r})"
+            f"{found.kind} {ref.name!r} already names {found.state}: choose another name, or move"
+            f" it: `datastates {found.kind} {ref.name} {ref.state[:10]} --move` (repo.move)"
         )
     if ref.kind is RefKind.BRANCH:
         segments.begin(session, ref.name, id_)

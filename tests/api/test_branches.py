@@ -23,7 +23,8 @@ def asked(client: TestClient, **params: Any) -> dict[str, Any]:
 def test_each_branch_says_where_it_forked_how_it_went_and_what_can_be_restored(
     client: TestClient, repo: Repository
 ) -> None:
-    found = asked(client, sort="name")
+    assert asked(client)["metric"] == "val/loss", "a validation metric"
+    found = asked(client, sort="name", metric="loss")
     assert (found["metric"], found["direction"], found["metrics"]) == (
         "loss",
         "min",
