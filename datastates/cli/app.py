@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import shlex
 import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,30 +42,18 @@ if TYPE_CHECKING:
     from datastates.repository import Repository
 
 EXAMPLES = {
-    "branches": "datastates branches 'metrics.val_loss < 0.2' --sort best",
-    "best": "datastates best val_loss",
-    "watch": "datastates watch --metric val_loss --every 5",
+    "branches": "datastates branches 'val_loss < 0.2' --best val_loss",
     "runs": "datastates runs -n 5",
-    "stats": "datastates stats",
-    "incomplete": "datastates incomplete",
-    "du": "datastates du",
-    "cadence": "datastates cadence main --mtbf 6h",
     "log": "datastates log main --columns val_loss --since 7d",
     "show": "datastates show main@best:val_loss",
-    "find": (
-        "datastates find 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'"
-    ),
-    "compare": "datastates compare main main~3",
-    "diff": "datastates diff main~3 main --only 'model/*' --sort change",
+    "find": "datastates find 'val_loss < 0.2 and step > 500 order by val_loss limit 5'",
+    "diff": "datastates diff main~3 main --only model",
     "blame": "datastates blame main --only 'model/*' --size",
     "bisect": "datastates bisect main~3 main --metric 'val_loss > 0.13'",
-    "config": "datastates config main --diff main~3",
-    "refs": "datastates refs",
-    "reflog": "datastates reflog main",
-    "tag": "datastates tag baseline main~3 --message 'before the new schedule'",
+    "refs": "datastates refs main",
     "branch": "datastates branch second-try main@best:val_loss",
+    "tag": "datastates tag baseline main~3 --message 'before the new schedule'",
     "rm": "datastates rm second-try --bytes --dry-run",
-    "annotate": "datastates annotate main --metric test_loss=0.31",
     "note": "datastates note main --message 'diverges *after* the warm-up'",
     "restore": "datastates restore main@best:val_loss --into weights.safetensors --only model",
     "export": "datastates export baseline --bundle baseline-bundle",
@@ -70,16 +61,17 @@ EXAMPLES = {
     "clone": "datastates clone tcp://127.0.0.1:4711/main --repo mine",
     "copy": "datastates copy baseline --to s3",
     "agent": "datastates agent status",
+    "cadence": "datastates cadence main --mtbf 6h",
     "serve": "datastates serve http://127.0.0.1:8642 tcp://127.0.0.1:4711",
     "token": "datastates token clone.token",
-    "init": "datastates init elsewhere",
-    "verify": "datastates verify",
-    "repair": "datastates repair",
-    "gc": "datastates gc --dry-run",
-    "reindex": "datastates reindex --replace",
+    "du": "datastates du",
     "prune": "datastates prune --keep 'latest:5 best:3:val_loss' --dry-run",
-    "doctor": "datastates doctor",
+    "gc": "datastates gc --dry-run",
     "demo": "datastates demo --short",
+    "init": "datastates init elsewhere",
+    "doctor": "datastates doctor",
+    "verify": "datastates verify",
+    "repair": "datastates repair --lineage --replace",
 }
 """The examples by the name of the command."""
 
@@ -89,46 +81,62 @@ EXAMPLES = {
 
 COMMANDS = {
     "branches": ("Look", "lists.branches"),
-    "best": ("Look", "lists.best"),
-    "watch": ("Look", "lists.watch"),
     "runs": ("Look", "lists.runs"),
-    "stats": ("Look", "lists.stats"),
-    "incomplete": ("Look", "lists.incomplete"),
-    "du": ("Look", "upkeep.du"),
-    "cadence": ("Look", "compare.cadence"),
     "log": ("Look", "history.log"),
     "show": ("Look", "history.show"),
     "find": ("Look", "history.find"),
-    "compare": ("Look", "compare.compare"),
     "diff": ("Look", "compare.diff"),
     "blame": ("Look", "compare.blame"),
     "bisect": ("Look", "compare.bisect"),
-    "config": ("Look", "compare.show_config"),
-    "refs": ("Look", "names.list_refs"),
-    "reflog": ("Look", "names.reflog"),
-    "tag": ("Name", "names.tag"),
-    "branch": ("Name", "names.branch"),
-    "rm": ("Name", "names.rm"),
-    "note": ("Name", "names.note"),
-    "annotate": ("Name", "names.annotate"),
+    "refs": ("Name and note", "names.list_refs"),
+    "branch": ("Name and note", "names.branch"),
+    "tag": ("Name and note", "names.tag"),
+    "rm": ("Name and note", "names.rm"),
+    "note": ("Name and note", "names.note"),
     "restore": ("Move states", "move.restore"),
     "export": ("Move states", "move.export_states"),
     "import": ("Move states", "move.import_states"),
     "clone": ("Move states", "move.clone"),
     "copy": ("Move states", "upkeep.copy"),
-    "agent": ("Run", "agent.agent"),
+    "agent": ("Run trainings", "agent.agent"),
+    "cadence": ("Run trainings", "compare.cadence"),
     "serve": ("Serve", "serve.serve"),
     "token": ("Serve", "serve.token"),
+    "du": ("Disk space", "upkeep.du"),
+    "prune": ("Disk space", "upkeep.prune"),
+    "gc": ("Disk space", "upkeep.gc"),
+    "demo": ("Set up and check", "doctor.demo"),
     "init": ("Set up and check", "doctor.init"),
+    "doctor": ("Set up and check", "doctor.doctor"),
     "verify": ("Set up and check", "upkeep.verify"),
     "repair": ("Set up and check", "upkeep.repair"),
-    "gc": ("Set up and check", "upkeep.gc"),
-    "reindex": ("Set up and check", "upkeep.reindex"),
-    "prune": ("Set up and check", "upkeep.prune"),
-    "doctor": ("Set up and check", "doctor.doctor"),
-    "demo": ("Set up and check", "doctor.demo"),
 }
 """The heading of each command, and its function, by module."""
+
+_LISTS = "`datastates branches` shows trainings, `log` their states, `refs` all names"
+_TAKE = 'track(start="REV") in a script continues from a state, `datastates restore` writes files'
+WORDS = {
+    **dict.fromkeys(("ls", "list"), _LISTS),
+    **dict.fromkeys(("checkout", "switch", "load"), _TAKE),
+    "status": "use `datastates runs`",
+    **dict.fromkeys(("add", "commit", "save"), "run.capture() in a training captures a state"),
+    "merge": "use repo.merge in Python",
+    "reset": "use `datastates branch NAME REV --move`",
+    "push": "use `datastates copy --to TIER`, or `datastates export`",
+    **dict.fromkeys(("pull", "fetch"), "use `datastates clone tcp://HOST:PORT/REV`"),
+    **dict.fromkeys(("delete", "remove"), "use `datastates rm NAME`"),
+    **dict.fromkeys(("mv", "rename"), "use `datastates branch --rename OLD NEW`"),
+    **dict.fromkeys(("best", "top"), "use `datastates branches --best METRIC`"),
+    "watch": "use `datastates branches --watch`",
+    "compare": "use `datastates diff REV REV…`",
+    "config": "use `datastates show REV`, or `datastates diff --config REV REV`",
+    "stats": "use `datastates show`",
+    "incomplete": "use `datastates log --incomplete`",
+    "reflog": "use `datastates refs NAME`",
+    "annotate": "use `datastates note REV --metric KEY=NUMBER`",
+    "reindex": "use `datastates repair --lineage`",
+}
+"""What to use instead of other words that people type."""
 
 Repo = Annotated[
     str | None,
@@ -162,6 +170,7 @@ MOST = 10**9
 Limit = Annotated[
     int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many; 0 shows all.")
 ]
+_OUR_COMMAND = re.compile(r"`datastates(?= (?!init|demo|token|agent|--)|`)")
 PIPED_WIDTH = 10_000
 """The width for output that a program reads, so that nothing is folded or cut."""
 
@@ -266,6 +275,12 @@ class Globals:
     packs: str | None = None
     as_json: bool = False
 
+    def in_commands(self, text: str) -> str:
+        """The text, with the given ``--repo`` and ``--packs`` in each of our commands in it."""
+        given = [("--packs", self.packs), ("--repo", self.repo)]
+        options = "".join(f" {name} {shlex.quote(value)}" for name, value in given if value)
+        return _OUR_COMMAND.sub(rf"`datastates{options.replace(chr(92), chr(92) * 2)}", text)
+
 
 class Shell:
     """The context of a command, which makes it first from its own options and those before it."""
@@ -276,7 +291,8 @@ class Shell:
         options = context.ensure_object(Globals)
         # errors are reported the same way
         options.as_json = self.as_json = as_json or options.as_json
-        self._repo, self._packs = repo or options.repo, options.packs
+        options.repo = repo or options.repo
+        self._globals = options
 
     @cached_property
     def console(self) -> Console:
@@ -305,7 +321,7 @@ class Shell:
         """The url of the command's repository, as it was named or found."""
         from datastates.maintenance.location import discover
 
-        return self._repo or discover()
+        return self._globals.repo or discover()
 
     def location(self, *, must_exist: bool = True) -> Location:
         """The location of the repository.
@@ -314,7 +330,7 @@ class Shell:
         """
         from datastates.maintenance.location import locate
 
-        return locate(self.url, self._packs, must_exist=must_exist)
+        return locate(self.url, self._globals.packs, must_exist=must_exist)
 
     @contextmanager
     def database(self) -> Iterator[Database]:
@@ -413,11 +429,12 @@ class Shell:
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def hint(self, text: str) -> None:
-        """Write a remark of one line on standard error, except with JSON."""
+        """Write a remark of one line on standard error, except with JSON. Commands in it, between
+        backticks, get the repository that was named."""
         if self.as_json:
             return
         sys.stdout.flush()  # the output that it refers to comes first
-        text = clean(text)
+        text = clean(self._globals.in_commands(text))
         is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         sys.stderr.write((typer.style(text, dim=True) if is_dim else text) + "\n")
 
@@ -470,6 +487,14 @@ class Group(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return command_of(cmd_name) if cmd_name in COMMANDS else None
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            close = get_close_matches(name, COMMANDS, n=1)
+            hint = WORDS.get(name) or (f"did you mean `datastates {close[0]}`?" if close else "")
+            ctx.fail(f"there is no command {name!r}: {hint or '`datastates --help` lists them'}")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -477,8 +502,7 @@ class Group(TyperGroup):
             _leave_pipe()
             raise typer.Exit(0) from None
         except (DatastatesError, OSError) as error:
-            as_json = isinstance(ctx.obj, Globals) and ctx.obj.as_json
-            raise typer.Exit(complain(error, as_json=as_json)) from None
+            raise typer.Exit(complain(error, ctx.ensure_object(Globals))) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 
@@ -537,7 +561,7 @@ def run() -> None:
         raise
     except Exception as error:
         # the one place where a command ends: an error that no user caused is shown with its trace
-        sys.exit(complain(error, as_json="--json" in sys.argv[1:]))
+        sys.exit(complain(error, Globals(as_json="--json" in sys.argv[1:])))
 
 
 def _leave_pipe() -> None:
@@ -553,19 +577,19 @@ def code_of(error: BaseException) -> int:
     return EXIT_CODES.get(error.kind, 1) if isinstance(error, DatastatesError) else 1
 
 
-def complain(error: BaseException, *, as_json: bool) -> int:
+def complain(error: BaseException, options: Globals) -> int:
     """Report an error on standard error: one red message, or a JSON object. Returns the exit code.
 
     The traceback is optional."""
     if os.environ.get("DATASTATES_TRACEBACK"):
         traceback.print_exception(error)
-    if as_json:
+    if options.as_json:
         import msgspec
 
         sys.stderr.write(msgspec.json.encode({"error": _describe(error)}).decode() + "\n")
         return code_of(error)
     if isinstance(error, DatastatesError):
-        text = str(error)
+        text = options.in_commands(str(error))
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
@@ -638,17 +662,60 @@ def tag_names(context: typer.Context, incomplete: str) -> list[str]:
     return [name for name, kind in _refs(context) if kind == "tag" and name.startswith(incomplete)]
 
 
-def _refs(context: typer.Context) -> list[tuple[str, str]]:
-    try:
-        from datastates.lineage.query import names
+def field_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Metrics by their bare names, then settings and attributes, that begin with the last word of
+    this text."""
+    head, last = re.fullmatch(r"(.*[\s,(])?(.*)", incomplete, re.DOTALL).groups("")  # type: ignore[union-attr] # it matches every text
+    return [head + name for name in _fields(context) if name.startswith(last)]
 
-        # While a line is completed no callback has run: the options are only in the parameters.
-        outer = context.find_root().params
-        context.obj = Globals(repo=outer.get("repo"), packs=outer.get("packs"))
-        with Shell(context, context.params.get("repo")).reading() as session:
-            return [(ref.name, ref.kind.value) for ref in names.refs(session)]
-    except (DatastatesError, OSError):
-        return []
+
+def metric_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Metrics that begin with this text."""
+    return [
+        name
+        for name, kind in _fields(context).items()
+        if kind == "metrics" and name.startswith(incomplete)
+    ]
+
+
+def group_names(context: typer.Context, incomplete: str) -> list[str]:
+    """What ``branches --group`` takes."""
+    names = (name for name, kind in _fields(context).items() if kind != "metrics")
+    return [name for name in ("study", *names) if name.startswith(incomplete)]
+
+
+def _fields(context: typer.Context) -> dict[str, str]:
+    """The names of metrics, and the whole names of settings and attributes, with their kinds."""
+    from datastates.lineage.query.fields import known_names
+
+    named: dict[str, str] = {}
+    for session in _completing(context):
+        for name, key in known_names(session).items():
+            kind = name.partition(".")[0]
+            named[key if kind == "metrics" else name] = kind
+    return named
+
+
+def _refs(context: typer.Context) -> list[tuple[str, str]]:
+    from datastates.lineage.query import names
+
+    return [
+        (ref.name, ref.kind.value)
+        for session in _completing(context)
+        for ref in names.refs(session)
+    ]
+
+
+def _completing(context: typer.Context) -> Iterator[Session]:
+    """The lineage, open for the completion of a line; nothing if it cannot be read."""
+    # while a line is completed no callback has run: the options are only in the parameters
+    outer = context.find_root().params
+    context.obj = Globals(repo=outer.get("repo"), packs=outer.get("packs"))
+    with (
+        suppress(DatastatesError, OSError),
+        Shell(context, context.params.get("repo")).reading() as session,
+    ):
+        yield session
 
 
 Rev = Annotated[

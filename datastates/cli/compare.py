@@ -1,14 +1,15 @@
-"""The commands ``compare``, ``diff``, ``blame``, ``bisect``, ``cadence`` and ``config``."""
+"""The commands ``diff``, ``blame``, ``bisect`` and ``cadence``."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,13 +19,21 @@ from rich.text import Text
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.query import revision
 from datastates.lineage.views import comparison
-from datastates.lineage.views.comparison import changes, configured
+from datastates.lineage.views.comparison import changes
 from datastates.lineage.views.text import short, step_text, time_text
 from datastates.policy.contract import read_duration, read_percent, span
 
 from .app import AsJson, Only, Repo, Rev, Shell, branch_names, function_of, ref_names
 from .move import progress
-from .tables import Column, TextTable, facts_table, state_text, stored_text, table
+from .tables import (
+    Column,
+    TextTable,
+    change_lines,
+    facts_table,
+    state_text,
+    stored_text,
+    table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +43,7 @@ if TYPE_CHECKING:
     from datastates.compare.blame import Bisection, Blame, Judge, Verdict
     from datastates.compare.diff import Diff, TensorChange
     from datastates.lineage import State
-    from datastates.lineage.views.comparison import Comparison, ComparisonRow, Configured, Pair
+    from datastates.lineage.views.comparison import Comparison, ComparisonRow
     from datastates.policy.text import Advice
     from datastates.repository import Repository
 
@@ -43,39 +52,103 @@ STAT = (
     "no payload was read: 'unread' tensors lie in chunks that differ, and may have changed; without"
     " --stat they are compared"
 )
+_MOST_MODULES = 20
 _SKIP = 125
 _NOT_RUN = (126, 127)
 
 
-def compare(
+def diff(
     context: typer.Context,
     revs: Annotated[
         list[str],
         typer.Argument(
             metavar="REV",
-            help="Two to 32 states: names of branches, uids, main@best:val_loss, …",
+            help="One state to compare with main, two states, or up to 32 side by side.",
             autocompletion=ref_names,
         ),
     ],
+    only: Only = None,
+    config: Annotated[
+        bool, typer.Option("--config", help="Compare only the configurations.")
+    ] = False,
+    stat: Annotated[
+        bool,
+        typer.Option(
+            "--stat", help="Read no payload: tensors that may have changed count as 'unread'."
+        ),
+    ] = False,
+    tensors: Annotated[
+        bool,
+        typer.Option("--tensors", "-t", help="Show each tensor, those that changed most first."),
+    ] = False,
+    rng: Annotated[bool, typer.Option("--rng", help="Show random generators, too.")] = False,
     show_same: Annotated[
-        bool, typer.Option("--all", "-a", help="Also show what is the same in all of them.")
+        bool, typer.Option("--all", "-a", help="Also show what is the same.")
     ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare states: configuration, metrics, attributes, and where each can be restored. No
-    payload is read."""
+    """Compare states: configuration, metrics, code, and the tensors of each module.
+
+    Three states or more become columns of a table. No payload is read for them."""
     shell = Shell(context, repo, as_json)
+    revs = [*revs, "main"] if len(revs) == 1 else revs
     comparison.check_count(len(revs))
+    if len(revs) > 2:
+        return _diff_many(shell, revs, is_config=config, show_same=show_same)
+    if config:
+        return _diff_config(shell, *revs)
+    with shell.repository() as repository, progress(shell, "comparing") as show:
+        found = repository.diff(*revs, only=only or None, stat=stat, on_progress=show)
+    if shell.as_json:
+        return shell.write_json(found)
+    if not rng:
+        found = _without_generators(found)
+    shell.write(*_heading(found), _summary(found))
+    compared = [] if stat else list(found.tensors)
+    if tensors:
+        compared.sort(key=lambda tensor: -(tensor.relative or 0.0))
+        shown = [each for each in compared if show_same or each.change != "same"]
+        shell.write(*([_tensors_table(shown)] if shown else []))
+    elif any(each.change != "same" for each in compared):
+        shell.write("", _modules_table(compared, show_same=show_same))
+        shell.hint("--tensors shows each tensor, --only 'model/*' some of them")
+    for remark in [*([STAT] if stat and not found.lacking else []), *_instead(found)]:
+        shell.hint(remark)
+    return None
+
+
+def _diff_config(shell: Shell, old: str, new: str) -> None:
+    with shell.reading() as session:
+        base, state = revision.resolve(session, old), revision.resolve(session, new)
+    found = changes(base.config, state.config)
+    if shell.as_json:
+        return shell.write_json({"old": base.uid, "new": state.uid, "changes": found})
+    shell.write(state_text(base), state_text(state), *change_lines(found))
+    if not found:
+        shell.hint(
+            "both have the same configuration"
+            if state.config
+            else "neither has a configuration: track(config=…) records one"
+        )
+    return None
+
+
+# --- ``diff`` of three states or more: a table with a column for each ---
+
+
+def _diff_many(shell: Shell, revs: list[str], *, is_config: bool, show_same: bool) -> None:
     with shell.reading() as session:
         found = comparison.compare(session, revs, [revision.resolve(session, rev) for rev in revs])
     if shell.as_json:
-        shell.write_json(found)
-        return
+        return shell.write_json(found)
+    if is_config:
+        found = replace(found, metrics=(), attributes=(), code=())
     shell.write(_table_compare(found, show_same=show_same))
     same = sum(not row.differs for kind, _ in _KINDS for row in getattr(found, kind))
     if same and not show_same:
         shell.hint(f"{same} more are the same in all of them: --all shows them, too")
+    return None
 
 
 def _table_compare(found: Comparison, *, show_same: bool) -> TextTable:
@@ -95,7 +168,7 @@ def _table_compare(found: Comparison, *, show_same: bool) -> TextTable:
             if row.differs or show_same:
                 table.add(prefix + row.key, *_cells(row))
     table.add("bytes", *(stored_text(each.state) for each in found.states))
-    table.add("lies", *(", ".join(each.places) for each in found.states))
+    table.add("stored", *(", ".join(each.places) for each in found.states))
     if any(not each.state.status.is_restorable for each in found.states):
         table.add(
             "restorable",
@@ -117,7 +190,7 @@ def _cells(row: ComparisonRow) -> list[Text]:
 
 def _best(row: ComparisonRow) -> float | None:
     numbers: Sequence[float] = [
-        value for value in row.values if isinstance(value, int | float) and value == value
+        value for value in row.values if isinstance(value, int | float) and math.isfinite(value)
     ]
     if row.direction is None or not row.differs or len(numbers) < 2:
         return None
@@ -129,69 +202,20 @@ def _value(value: object, missing: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# --- ``diff``: the changes from one state to another ---
+# --- ``diff`` of two states: a summary, then the modules or the tensors ---
 
 
-class Order(StrEnum):
-    TREE = "tree"
-    CHANGE = "change"
+def _without_generators(found: Diff) -> Diff:
+    """The diff without the states of random generators, which differ after each step."""
 
+    def is_shown(path: str) -> bool:
+        return path.partition("/")[0] != "rng" and not path.endswith("/prints")
 
-def diff(
-    context: typer.Context,
-    old: Annotated[
-        str,
-        typer.Argument(
-            metavar="OLD",
-            help="A state: uid, name, main~3, main@best:val_loss, …",
-            autocompletion=ref_names,
-        ),
-    ],
-    new: Annotated[
-        str, typer.Argument(metavar="NEW", help="Another one.", autocompletion=ref_names)
-    ] = "main",
-    only: Only = None,
-    stat: Annotated[
-        bool,
-        typer.Option(
-            "--stat",
-            help=(
-                "Only count, by the manifests: no payload is read, and what may have changed is"
-                " 'unread'."
-            ),
-        ),
-    ] = False,
-    order: Annotated[
-        Order, typer.Option("--sort", help="The order: as in the tree, or what changed most first.")
-    ] = Order.TREE,
-    show_same: Annotated[
-        bool, typer.Option("--all", "-a", help="Also show tensors that did not change.")
-    ] = False,
-    repo: Repo = None,
-    as_json: AsJson = False,
-) -> None:
-    """Compare two states: configuration, each tensor, metrics, values and code."""
-    shell = Shell(context, repo, as_json)
-    with shell.repository() as repository, progress(shell, "comparing") as show:
-        found = repository.diff(old, new, only=only or None, stat=stat, on_progress=show)
-    if shell.as_json:
-        shell.write_json(found)
-        return
-    tensors = (
-        [] if stat else [tensor for tensor in found.tensors if show_same or tensor.change != "same"]
+    return replace(
+        found,
+        tensors=tuple(each for each in found.tensors if is_shown(each.path)),
+        values={path: pair for path, pair in found.values.items() if is_shown(path)},
     )
-    if order is Order.CHANGE:
-        tensors.sort(key=lambda tensor: -(tensor.relative or 0.0))
-    # the configuration comes first, because it explains the other changes
-    settings = [("config", f"{key}: {_change(*each)}") for key, each in found.config.items()]
-    shell.write(
-        *_heading(found),
-        *([facts_table(settings)] if settings else []),
-        *([_tensors_table(tensors)] if tensors else []),
-        *_rest(found),
-    )
-    for remark in [*([STAT] if stat and not found.lacking else []), *_instead(found)]:
-        shell.hint(remark)
 
 
 def _instead(found: Diff) -> list[str]:
@@ -204,7 +228,8 @@ def _instead(found: Diff) -> list[str]:
     remarks = [f"tensors could not be compared: {lacking.why}" for lacking in found.lacking]
     if sides[0] is not None and sides[1] is not None and sides[0].uid != sides[1].uid:
         remarks.append(
-            f"the nearest that can be: datastates diff {sides[0].uid[:10]} {sides[1].uid[:10]}"
+            f"the nearest that can be: `datastates diff {short(sides[0].uid)}"
+            f" {short(sides[1].uid)}`"
         )
     return remarks
 
@@ -249,7 +274,8 @@ def _tensors_table(tensors: list[TensorChange]) -> RenderableType:
     return made
 
 
-def _rest(found: Diff) -> list[RenderableType]:
+def _summary(found: Diff) -> RenderableType:
+    """How many tensors changed, and everything that is not a tensor."""
     counts = [
         f"{found.count(change)} {change}"
         for change in dict.fromkeys(tensor.change for tensor in found.tensors)
@@ -257,12 +283,55 @@ def _rest(found: Diff) -> list[RenderableType]:
     facts: list[tuple[str, object]] = [
         ("tensors", "not compared" if found.lacking else ", ".join(counts) or "none")
     ]
-    for name in ("metrics", "values", "attributes", "versions"):
-        word = name.removesuffix("s") if name != "values" else "value"
+    # the configuration comes first, because it explains the other changes
+    for name in ("config", "metrics", "values", "attributes", "versions"):
+        word = name if name == "config" else name.removesuffix("s")
         facts += [(word, f"{key}: {_change(*each)}") for key, each in getattr(found, name).items()]
     if found.code is not None:
         facts.append(("code", _change(*found.code)))
-    return [facts_table(facts)]
+    return facts_table(facts)
+
+
+def _modules_table(tensors: Sequence[TensorChange], *, show_same: bool) -> TextTable:
+    """A row for each module, or for groups of modules if there are many."""
+    paths = [_module_of(tensor.path) for tensor in tensors]
+    depth = max(map(len, paths))
+    while depth > 1 and len({path[:depth] for path in paths}) > _MOST_MODULES:
+        depth -= 1
+    modules: dict[tuple[str, ...], list[TensorChange]] = {}
+    for path, tensor in zip(paths, tensors, strict=True):
+        modules.setdefault(path[:depth], []).append(tensor)
+    made = TextTable(
+        [
+            Column("module", is_flexible=True),
+            *(Column(name, is_number=True) for name in ("tensors", "changed")),
+            *(Column(name, is_number=True) for name in ("norm", "change / norm")),
+            Column("largest change", is_number=True, rank=1),
+        ]
+    )
+    for parts, own in modules.items():
+        changed = [tensor for tensor in own if tensor.change != "same"]
+        measured = [tensor for tensor in changed if tensor.distance is not None]
+        if changed or show_same:
+            old = math.hypot(*(tensor.old_norm or 0.0 for tensor in measured))
+            moved = math.hypot(*(tensor.distance or 0.0 for tensor in measured))
+            made.add(
+                f"{parts[0]}/{'.'.join(parts[1:])}".rstrip("/"),
+                str(len(own)),
+                str(len(changed)),
+                _number(math.hypot(*(tensor.norm or 0.0 for tensor in measured))),
+                _number(moved / old if old else None),
+                _number(max((tensor.largest or 0.0 for tensor in measured), default=None)),
+            )
+    return made
+
+
+def _module_of(path: str) -> tuple[str, ...]:
+    """The tracked object and the module of a tensor, as parts. A tensor in the state of an
+    optimizer belongs to the module of its parameter."""
+    name, *rest = path.split("/")
+    inner = rest[1:2] if rest[:1] == ["state"] else rest
+    return name, *[part for each in inner for part in each.split(".")][:-1]
 
 
 def _shape(sizes: tuple[int, ...]) -> str:
@@ -428,7 +497,7 @@ def bisect(
             )
         except KeyboardInterrupt:
             if notes is not None:
-                shell.hint("to go on: the same command again; --reset begins anew")
+                shell.hint("the same command resumes the search; --reset starts again")
             raise
     return _say_bisect(shell, found, said)
 
@@ -609,87 +678,3 @@ def _facts(found: Advice) -> Iterator[str]:
     why = "as given" if found.is_given else "with one in 24 h added"
     died = f"{seen.died} of {seen.processes} processes died in {span(seen.ran_s)}"
     yield f"{died}: reckoned with is a failure every {span(found.mtbf_s)}, {why}"
-
-
-# --- ``config``: the configuration of a state ---
-
-
-def show_config(
-    context: typer.Context,
-    rev: Annotated[
-        str,
-        typer.Argument(
-            metavar="REV",
-            help="A state or a branch: uid, name, main~3, main@best:val_loss, …",
-            autocompletion=ref_names,
-        ),
-    ] = "main",
-    other: Annotated[
-        str | None,
-        typer.Option(
-            "--diff",
-            metavar="OTHER",
-            help="Only what differs from this state or branch.",
-            show_default=False,
-            autocompletion=ref_names,
-        ),
-    ] = None,
-    repo: Repo = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the configuration that a state was trained with, since when each value holds, and
-    what it was before."""
-    shell = Shell(context, repo, as_json)
-    with shell.reading() as session:
-        state = revision.resolve(session, rev)
-        if other is None:
-            return _say_configured(shell, configured(session, state.uid))
-        base = revision.resolve(session, other)
-    found = changes(base.config, state.config)
-    if shell.as_json:
-        return shell.write_json({"state": state.uid, "other": base.uid, "changes": found})
-    shell.write(state_text(base), state_text(state), *_rows(found))
-    if not found:
-        shell.hint(
-            "both were configured alike"
-            if state.config
-            else "nothing is recorded of the configuration of either"
-        )
-    return None
-
-
-def _say_configured(shell: Shell, found: Configured) -> None:
-    before, state = found.before, found.state
-    if shell.as_json:
-        return shell.write_json(
-            {
-                "state": state.uid,
-                "step": state.step,
-                "config": state.config,
-                "since": found.since.uid,
-                "before": None if before is None else before.uid,
-                "changes": found.changes,
-            }
-        )
-    shell.write(state_text(state))
-    if not state.config:
-        shell.hint(
-            "it was trained without track(config=…): nothing of its configuration is recorded"
-        )
-    else:
-        shell.write(facts_table([(key, _text(value)) for key, value in state.config.items()]))
-    if before is not None:
-        shell.write(
-            "",
-            f"so since step {found.since.step}, {found.since.uid[:10]}; from its parent:",
-            *_rows(found.changes),
-        )
-    return None
-
-
-def _rows(found: Mapping[str, Pair]) -> list[str]:
-    return [f"{key}: {_text(old)} -> {_text(new)}" for key, (old, new) in found.items()]
-
-
-def _text(value: object) -> str:
-    return "nothing" if value is None else repr(value) if isinstance(value, str) else str(value)

@@ -34,10 +34,11 @@ from datastates.lineage.views.text import (
     time_text,
 )
 
-from .app import MOST, AsJson, Limit, Repo, Rev, Shell, ref_names
+from .app import MOST, AsJson, Limit, Repo, Shell, field_names, ref_names
 from .tables import (
     Known,
     by_state,
+    change_lines,
     csv_rows,
     facts_table,
     refs_text,
@@ -63,6 +64,7 @@ Columns = Annotated[
         metavar="NAMES",
         help="Columns, by commas: loss,attr.seed (default: what matters).",
         show_default=False,
+        autocompletion=field_names,
     ),
 ]
 Sort = Annotated[
@@ -72,6 +74,7 @@ Sort = Annotated[
         metavar="NAME",
         help="Order by a column: loss, 'val_acc desc', step.",
         show_default=False,
+        autocompletion=field_names,
     ),
 ]
 Since = Annotated[
@@ -186,7 +189,14 @@ def log(
     follow: Annotated[
         bool,
         typer.Option(
-            "--follow", "-f", help="Go on with new states as they are recorded, until Ctrl-C."
+            "--follow", "-f", help="Also show new states as they are recorded, until Ctrl-C."
+        ),
+    ] = False,
+    is_incomplete: Annotated[
+        bool,
+        typer.Option(
+            "--incomplete",
+            help="Instead, the states of several ranks that wait for parts or were given up.",
         ),
     ] = False,
     columns: Columns = None,
@@ -200,14 +210,17 @@ def log(
     if rev is not None and all_refs:
         raise typer.BadParameter("--all begins everywhere: leave REV out", param_hint="--all")
     shell = Shell(context, repo, as_json)
+    if is_incomplete:
+        from .lists import show_incomplete
+
+        return show_incomplete(shell, limit)
     if follow:
         if sort or since or as_csv or columns:
             raise typer.BadParameter(
                 "it goes with no --columns, --sort, --since or --csv", param_hint="--follow"
             )
 
-        follow_log(shell, rev, limit, all_refs=all_refs)
-        return
+        return follow_log(shell, rev, limit, all_refs=all_refs)
     with shell.reading() as session:
         names = refs.refs(session)
         most = None if limit == 0 else limit + 1
@@ -243,23 +256,35 @@ def log(
         )
     if late is not None:
         shell.hint(late)
+    return None
 
 
 def show(
     context: typer.Context,
-    rev: Rev,
+    rev: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="REV",
+            help="A state: uid, name, main~3, …; without it, the repository in numbers.",
+            autocompletion=ref_names,
+        ),
+    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show all that is known of one state."""
+    """Show everything about a state, or how much the repository has."""
     from datastates.api.models import detail_of
     from datastates.lineage import lookup
     from datastates.lineage.query import revision
+    from datastates.lineage.views.comparison import configured
     from datastates.storage.pack import packs_of
 
     shell = Shell(context, repo, as_json)
+    if rev is None:
+        return _show_repository(shell)
     with shell.reading() as session:
         uid = revision.resolve(session, rev).uid
+        config = configured(session, uid)
         known = detail_of(session, uid, packs_of(shell.location().packs, uid))
         parents, children = (
             lookup.states(session, known.parents),
@@ -269,9 +294,37 @@ def show(
             None if known.run_record is None else kept_text(*kept_of(session, known.run_record.uid))
         )
     if shell.as_json:
-        shell.write_json(known)
-    else:
-        shell.write(_facts(known, parents, children, kept))
+        before = None if config.before is None else config.before.uid
+        record = {"since": config.since.uid, "before": before, "changes": config.changes}
+        return shell.write_json(known, configured=record)
+    shell.write(_facts(known, parents, children, kept))
+    if config.before is not None:
+        shell.write(
+            "",
+            f"configured like this since step {config.since.step}, {short(config.since.uid)};"
+            " before that:",
+            *change_lines(config.changes),
+        )
+    return None
+
+
+def _show_repository(shell: Shell) -> None:
+    """Show states by status, names, runs, bytes, and the range of each metric."""
+    from datastates.api.models import stats_of
+    from datastates.lineage.views import detail
+    from datastates.storage.pack import bytes_of_packs  # imports torch
+
+    from .lists import NOTHING, stats_table
+
+    stored = bytes_of_packs(shell.location().packs)
+    with shell.reading() as session:
+        found = stats_of(session, detail.count(session), stored)
+    if shell.as_json:
+        return shell.write_json(found)
+    shell.write(stats_table(found))
+    if not found.states:
+        shell.hint(NOTHING)
+    return None
 
 
 def find(
@@ -280,9 +333,8 @@ def find(
         str,
         typer.Argument(
             metavar="QUERY",
-            help=(
-                "Such as 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'."
-            ),
+            help=("Such as 'val_loss < 0.2 and step > 500 order by val_loss limit 5'."),
+            autocompletion=field_names,
         ),
     ],
     limit: Annotated[

@@ -1,4 +1,5 @@
-"""The commands ``branches``, ``best``, ``runs``, ``stats``, ``watch`` and ``incomplete``."""
+"""The commands ``branches`` and ``runs``; for ``log`` and ``show``, the states that wait for parts
+and the numbers of a repository."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import csv
 import math
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,15 +19,14 @@ import typer
 from rich.style import Style
 from rich.text import Text
 
-from datastates.api.models import RunInfo, Stats, run_infos, stats_of
+from datastates.api.models import RunInfo, Stats, run_infos
 from datastates.lineage.query.fields import check_names, written
 from datastates.lineage.query.grammar import Field, Kind
 from datastates.lineage.query.incomplete import incomplete as ask
 from datastates.lineage.query.incomplete import ranks_text
 from datastates.lineage.states import Ending, How, Life
 from datastates.lineage.views import branches as overview
-from datastates.lineage.views import detail
-from datastates.lineage.views.branch_rows import Branch, Branches, Point
+from datastates.lineage.views.branch_rows import Branch, Branches, Point, bytes_of_runs
 from datastates.lineage.views.cards import colour_of
 from datastates.lineage.views.text import (
     Direction,
@@ -41,7 +41,7 @@ from datastates.lineage.views.text import (
 )
 from datastates.maintenance.lease import life_of, read_only_folder
 
-from .app import MOST, AsJson, Limit, Repo, Shell
+from .app import MOST, AsJson, Limit, Repo, Shell, group_names, metric_names
 from .interrupt import orderly
 from .tables import Column, TextTable, facts_table
 
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
 
 NOTHING = (
-    "nothing is captured here yet: run.capture() in a training makes the first state, 'datastates"
-    " demo' a repository to look at"
+    "nothing is captured here yet: run.capture() in a training makes the first state,"
+    " `datastates demo` makes a repository to look at"
 )
 
 Query = Annotated[
@@ -66,42 +66,6 @@ Query = Annotated[
     typer.Argument(
         metavar="QUERY",
         help="A condition on the newest state of each branch, such as 'metrics.val_loss < 0.2'.",
-        show_default=False,
-    ),
-]
-Metric = Annotated[
-    str | None,
-    typer.Option(
-        "--metric",
-        "-m",
-        metavar="KEY",
-        help="The metric of the values and curves (default: the most relevant one).",
-    ),
-]
-Rising = Annotated[
-    bool | None,
-    typer.Option(
-        "--max/--min",
-        help="Whether larger or smaller values are better (default: by the metric's name).",
-    ),
-]
-Sorted = Annotated[
-    str,
-    typer.Option(
-        "--sort",
-        metavar="BY",
-        help=(
-            "changed, name, began, best, last, step, states, restorable, durable, bytes or took;"
-            " -BY: the other way."
-        ),
-    ),
-]
-Grouped = Annotated[
-    str | None,
-    typer.Option(
-        "--group",
-        metavar="BY",
-        help="Put branches with the same value together: study, config.KEY or attr.KEY.",
         show_default=False,
     ),
 ]
@@ -125,12 +89,12 @@ at once."""
 
 _WHAT_TO_DO = {
     Life.RUNNING: (
-        "which runs: its log says why it is late, or 'py-spy dump --pid {pid}' there; what waits is"
+        "which runs: its log says why it is late, or `py-spy dump --pid {pid}` there; what waits is"
         " given up after the job's group_patience_s"
     ),
     Life.ENDED: (
-        "which has ended: start the job again, which goes on from its newest whole state;"
-        " 'datastates gc' removes what waits"
+        "which has ended: start the job again, which resumes from its newest whole state;"
+        " `datastates gc` removes what waits"
     ),
     Life.UNKNOWN: "of which nothing is to be seen from here: look on {host}",
 }
@@ -148,57 +112,97 @@ def branches(
             show_default=False,
         ),
     ] = "",
-    metric: Metric = None,
-    rising: Rising = None,
-    sort: Sorted = "changed",
-    group: Grouped = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            "-m",
+            metavar="KEY",
+            help="The metric of the values and curves (default: a validation metric, or the loss).",
+            autocompletion=metric_names,
+        ),
+    ] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(
+            "--best",
+            metavar="KEY",
+            help="The best branches by this metric, and how to get the best state.",
+            autocompletion=metric_names,
+        ),
+    ] = None,
+    rising: Annotated[
+        bool | None,
+        typer.Option(
+            "--max/--min",
+            help="Whether larger or smaller values are better (default: by the metric's name).",
+        ),
+    ] = None,
+    sort: Annotated[
+        str,
+        typer.Option(
+            "--sort",
+            metavar="BY",
+            help=(
+                "changed, name, began, best, last, step, states, restorable, durable, bytes or"
+                " took; -BY: the other way."
+            ),
+        ),
+    ] = "changed",
+    group: Annotated[
+        str | None,
+        typer.Option(
+            "--group",
+            metavar="BY",
+            help="Put branches with the same value together: study, config.KEY or attr.KEY.",
+            show_default=False,
+            autocompletion=group_names,
+        ),
+    ] = None,
     limit: Limit = 50,
+    is_watching: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show them again while they are trained.")
+    ] = False,
+    every: Annotated[
+        float,
+        typer.Option(
+            "--every", min=0.1, max=86_400.0, metavar="SECONDS", help="How often --watch looks."
+        ),
+    ] = 2.0,
+    times: Annotated[
+        int, typer.Option("--times", min=0, max=MOST, help="How often in all; 0: until Ctrl-C.")
+    ] = 0,
     as_csv: AsCsv = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show each branch: its curve, its best, what can be restored, where it forked, what was
-    configured, whether it runs."""
+    """Show each branch: its curve, its best value, its fork, its configuration, whether it runs."""
     shell = Shell(context, repo, as_json)
-    found = _ask(
-        shell,
-        query,
-        rising,
-        name=name,
-        metric=metric,
-        sort=sort,
-        group=group,
-        limit=limit or None,
-    )
-    _write(shell, found, as_csv=as_csv)
-
-
-def best(
-    context: typer.Context,
-    metric: Annotated[str, typer.Argument(metavar="METRIC", help="Such as val_loss.")],
-    query: Query = "",
-    rising: Rising = None,
-    limit: Limit = 10,
-    as_csv: AsCsv = False,
-    repo: Repo = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the branches with the best values of a metric, and how to get the best that can be
-    restored."""
-    shell = Shell(context, repo, as_json)
-    with shell.reading() as session:
-        check_names(session, f"{written(Field('metrics', Kind.METRIC, metric))} > 0")
-    found = _ask(shell, query, rising, metric=metric, sort="best", limit=limit or None)
-    found = replace(found, items=tuple(item for item in found if item.best is not None))
+    if best is not None and metric not in (None, best):
+        raise typer.BadParameter("it names the metric: leave out --metric", param_hint="--best")
+    if is_watching and as_csv:
+        raise typer.BadParameter("it writes no CSV: leave out --csv", param_hint="--watch")
+    choice = {"name": name, "metric": best or metric, "group": group, "limit": limit or None}
+    choice["sort"] = sort if best is None else "best"
+    ask = partial(_ask, shell, query, rising, **choice)
+    if is_watching:
+        return _watch(shell, ask, every, times)
+    if best is not None:
+        with shell.reading() as session:
+            check_names(session, f"{written(Field('metrics', Kind.METRIC, best))} > 0")
+    found = ask()
+    if best is not None:
+        found = replace(found, items=tuple(item for item in found if item.best is not None))
     _write(shell, found, as_csv=as_csv)
     points = [item.best_restorable for item in found if item.best_restorable is not None]
-    if points and not shell.as_json and not as_csv:
+    if best is not None and points and not as_csv:
         sign = 1 if found.direction == "min" else -1
         point = min(points, key=lambda each: sign * (each.value or 0.0))
         shell.hint(
-            f"the best that can be restored: datastates restore {point.state[:10]} --into"
-            " best.safetensors"
+            "the best that can be restored:"
+            f" `datastates restore {short(point.state)} --into best.safetensors`"
         )
+    return None
 
 
 def runs(
@@ -207,7 +211,7 @@ def runs(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the trainings, the newest first, and whether they still run."""
+    """List the trainings, the newest first: their branches, and how each ended."""
     from datastates.lineage.write import runs as lineage_runs
 
     shell = Shell(context, repo, as_json)
@@ -215,58 +219,21 @@ def runs(
     with shell.reading() as session:
         known, more = lineage_runs.listing(session, limit=limit or sys.maxsize >> 1)
         found = run_infos(session, known, home)
+        sizes = bytes_of_runs(session, [run.uid for run in found], home.uid or "")
     if shell.as_json:
-        shell.write_lines(found)
+        for run in found:
+            shell.write_json(run, bytes=sizes.get(run.uid, 0))
     elif not found:
         shell.hint(NOTHING)
     else:
-        shell.write(*runs_table(found, shell.console.width))
+        shell.write(runs_table(found, sizes))
         if more:
             shell.hint(f"these are the last {limit}: -n 0 shows all")
 
 
-def stats(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -> None:
-    """Show how much there is: states by status, names, runs, bytes, and the range of each
-    metric."""
-    from datastates.storage.pack import bytes_of_packs  # imports torch
-
-    shell = Shell(context, repo, as_json)
-    stored = bytes_of_packs(shell.location().packs)
-    with shell.reading() as session:
-        found = stats_of(session, detail.count(session), stored)
-    if shell.as_json:
-        shell.write_json(found)
-        return
-    shell.write(stats_table(found))
-    if not found.states:
-        shell.hint(NOTHING)
-
-
-def watch(
-    context: typer.Context,
-    query: Query = "",
-    metric: Metric = None,
-    rising: Rising = None,
-    sort: Sorted = "changed",
-    group: Grouped = None,
-    limit: Limit = 20,
-    every: Annotated[
-        float,
-        typer.Option(
-            "--every", min=0.1, max=86_400.0, metavar="SECONDS", help="How often to look."
-        ),
-    ] = 2.0,
-    times: Annotated[
-        int, typer.Option("--times", min=0, max=MOST, help="How often in all; 0: until Ctrl-C.")
-    ] = 0,
-    repo: Repo = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the branches while they are trained; Ctrl-C ends it. In a pipe they are written again
-    whenever something changed."""
+def _watch(shell: Shell, ask: Callable[[], Branches], every: float, times: int) -> None:
+    """Show the branches again and again. In a pipe they are written whenever something changed."""
     from rich.live import Live
-
-    shell = Shell(context, repo, as_json)
 
     orderly()  # what moves hides the cursor, and shows it again when it ends
     waiting, before = threading.Event(), None
@@ -276,19 +243,16 @@ def watch(
             live = stack.enter_context(Live(console=shell.console, auto_refresh=False))
         for number in range(times) if times else count():
             waiting.wait(every if number else 0)
-            found = _ask(
-                shell, query, rising, metric=metric, sort=sort, group=group, limit=limit or None
-            )
+            found = ask()
             if live is not None:
                 live.update(_said(found, shell.console.width), refresh=True)
             elif found != before:  # below the table before
                 before = found
                 if shell.as_json:
                     shell.write_json(found)
-                elif not found.total:
-                    shell.hint(NOTHING)
                 else:
-                    shell.write(*branches_table(found, shell.console.width), Text())
+                    _write(shell, found, as_csv=False)
+                    shell.write(Text())
                 sys.stdout.flush()
 
 
@@ -300,7 +264,8 @@ def _said(found: Branches, width: int) -> RenderableType:
         f"{running} running of {found.matching} branches, {datetime.now():%H:%M:%S}; Ctrl-C ends"
         " this"
     )
-    return Group(*branches_table(found, width), Text(line if found.total else NOTHING, style="dim"))
+    table = branches_table(found)
+    return Group(*table.lines(width), Text(line if found.total else NOTHING, style="dim"))
 
 
 def _write(shell: Shell, found: Branches, *, as_csv: bool) -> None:
@@ -317,16 +282,17 @@ def _write(shell: Shell, found: Branches, *, as_csv: bool) -> None:
     elif not found.total:
         shell.hint(NOTHING)
     elif not len(found):
-        shell.hint(f"none of {found.total} branches is so: leave out the condition")
+        shell.hint(f"none of {plural(found.total, 'branch')} fits: leave out the condition")
     else:
-        shell.write(*branches_table(found, shell.console.width))
+        shell.write(branches_table(found, width=shell.width))
         if len(found) < found.matching:
             shell.hint(f"these are {len(found)} of {found.matching}: -n 0 shows all")
 
 
 def _ask(shell: Shell, query: str, rising: bool | None, **choice: Any) -> Branches:
     choice["direction"] = None if rising is None else Direction.MAX if rising else Direction.MIN
-    choice["living"] = partial(life_of, home=read_only_folder(shell.location()))
+    home = read_only_folder(shell.location())
+    choice |= {"living": partial(life_of, home=home), "folder": home.uid}
     with shell.reading() as session:
         return overview.branches(session, query, **choice)
 
@@ -334,9 +300,10 @@ def _ask(shell: Shell, query: str, rising: bool | None, **choice: Any) -> Branch
 # --- Branches, runs and the repository as rich renderables: pure functions ---
 
 
-def branches_table(found: Branches, width: int, *, now: datetime | None = None) -> list[Text]:
-    """A header and a line for each branch; what matters most if not everything fits into
-    ``width``."""
+def branches_table(
+    found: Branches, *, width: int | None = None, now: datetime | None = None
+) -> TextTable:
+    """A row for each branch. Long names are cut if the table is to fit a narrow ``width``."""
     items, measured = found.items, found.items if found.metric else ()
     columns = [
         Column("", cells=[_mark(item.life, item.ending) for item in items]),
@@ -377,7 +344,7 @@ def branches_table(found: Branches, width: int, *, now: datetime | None = None) 
                 for item in items
             ],
         ),
-        Column("new bytes", rank=10, cells=[Text(size_text(item.bytes)) for item in items]),
+        Column("on disk", rank=8, cells=[Text(size_text(item.bytes)) for item in items]),
         Column(
             "steps/s",
             rank=10,
@@ -389,15 +356,17 @@ def branches_table(found: Branches, width: int, *, now: datetime | None = None) 
         Column("took", rank=11, cells=[Text(duration_text(item.took_s)) for item in items]),
         Column("configured", rank=6, cells=[_settings(item) for item in items]),
     ]
-    return _lines(columns, width)
+    return _filled(columns)
 
 
-def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = None) -> list[Text]:
-    """A header and a line for each run, the latest first."""
+def runs_table(
+    found: Sequence[RunInfo], sizes: Mapping[str, int], *, now: datetime | None = None
+) -> TextTable:
+    """A row for each run, the latest first. ``sizes`` are the bytes on disk of its states."""
     columns = [
         Column("", cells=[_mark(run.life, run.ending) for run in found]),
         Column("run", cells=[Text(short(run.uid), style="yellow") for run in found]),
-        Column("branches", rank=1, cells=[_names(run.branches) for run in found]),
+        Column("branch", rank=1, cells=[_names(_branches(run)) for run in found]),
         Column("began", rank=1, cells=[Text(age_text(run.started_at, now)) for run in found]),
         Column("ran", rank=3, cells=[Text(_ran(run, now)) for run in found]),
         Column("host", rank=2, cells=[Text(clean(run.host)) for run in found]),
@@ -412,6 +381,7 @@ def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = N
             rank=4,
             cells=[Text((run.git_commit or "")[:10] + "*" * bool(run.git_dirty)) for run in found],
         ),
+        Column("on disk", rank=3, cells=[Text(size_text(sizes.get(run.uid, 0))) for run in found]),
         Column("command", rank=7, cells=[Text(clean(" ".join(run.argv))) for run in found]),
         Column(
             "error",
@@ -419,12 +389,17 @@ def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = N
             cells=[Text(clean(run.ending.error or "") if run.ending else "") for run in found],
         ),
     ]
-    return _lines(columns, width)
+    return _filled(columns)
 
 
-def _lines(columns: Sequence[Column], width: int) -> list[Text]:
-    """The lines of the columns that have any text and that fit, the least important left out."""
-    return TextTable([each for each in columns if any(map(str, each.cells))]).lines(width)
+def _filled(columns: Sequence[Column]) -> TextTable:
+    """A table of the columns that have any text."""
+    return TextTable([each for each in columns if any(map(str, each.cells))])
+
+
+def _branches(run: RunInfo) -> tuple[str, ...]:
+    """The branch that a run trained, and others whose newest states it captured."""
+    return tuple(dict.fromkeys((*([run.branch] if run.branch else ()), *run.branches)))
 
 
 def stats_table(found: Stats) -> Table:
@@ -530,9 +505,9 @@ def duration_text(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
-def _name(name: str, width: int) -> Text:
+def _name(name: str, width: int | None) -> Text:
     text = Text(clean(name), style=Style(color=colour_of(name), bold=True))
-    if width <= 100:
+    if width is not None and width <= 100:
         text.truncate(_NAME, overflow="ellipsis")
     return text
 
@@ -609,27 +584,12 @@ def _ran(run: RunInfo, now: datetime | None) -> str:
     )
 
 
-# --- ``incomplete``: states that lack parts of ranks; for ``show``, the parts of a state ---
+# --- For ``log``, states that lack parts of ranks; for ``show``, the parts of a state ---
 
 
-def incomplete(
-    context: typer.Context,
-    limit: Annotated[
-        int,
-        typer.Option(
-            "--limit",
-            "-n",
-            min=0,
-            max=MOST,
-            help="Show at most this many that were given up; 0 shows all.",
-        ),
-    ] = 20,
-    repo: Repo = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the states of several ranks that still wait for parts, and those that were given up,
-    and why."""
-    shell = Shell(context, repo, as_json)
+def show_incomplete(shell: Shell, limit: int) -> None:
+    """Show the states of several ranks that wait for parts, and at most ``limit`` (0: all) of those
+    that were given up."""
     home = read_only_folder(shell.location())
     with shell.reading() as session:
         found = ask(session, limit=limit or 2**31)
@@ -659,8 +619,8 @@ def late_text(found: Sequence[Waiting]) -> str | None:
         return None
     more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
     return (
-        f"{late[0]}, {age_text(late[0].since)}{more}: 'datastates incomplete' says whose process"
-        " that is, and what to do"
+        f"{late[0]}, {age_text(late[0].since)}{more}: `datastates log --incomplete` shows whose"
+        " process that is, and what to do"
     )
 
 
@@ -714,7 +674,7 @@ def _advice(session: Session, home: PackFolder, found: Sequence[Waiting]) -> lis
             named, run = f"rank {rank} of {each.world_size}", runs.get(rank)
             if run is None:
                 lines[
-                    f"{named} tracks nothing here: start all ranks of the job; 'datastates gc'"
+                    f"{named} tracks nothing here: start all ranks of the job; `datastates gc`"
                     " removes what waits"
                 ] = None
             else:

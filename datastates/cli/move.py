@@ -3,6 +3,7 @@ places."""
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -10,17 +11,18 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datastates import values
 from datastates.config import Config, Data
 from datastates.errors import Conflict, InvalidInput, NotFound, OverBudget, Unavailable
-from datastates.lineage.views.text import plural, size_text
+from datastates.lineage.views.text import plural, short, size_text
 from datastates.lineage.write.refs import check_name
 from datastates.maintenance.location import DATABASE, Location
 
-from .app import AsJson, Only, Repo, Rev, Shell, ref_names
+from .app import AsJson, Only, Repo, Shell, ref_names
 from .interrupt import orderly
 
 if TYPE_CHECKING:
@@ -54,17 +56,53 @@ _FORM = "tcp://HOST:PORT/REV"
 _SPARE_BYTES = 64 << 20
 
 
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+
+
 def restore(
     context: typer.Context,
-    rev: Rev,
+    revs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="REV",
+            help="A state: uid, name, main~3, main@best:val_loss, …; or several.",
+            autocompletion=ref_names,
+        ),
+    ],
     into: Annotated[
         Path,
         typer.Option(
             "--into",
-            metavar="FILE.safetensors|FOLDER",
-            help="One file, or a folder with one file for each object.",
+            metavar="FILE|FOLDER",
+            help=(
+                "FILE.safetensors or FILE.pt, or a folder with a safetensors file for each object."
+            ),
         ),
     ],
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="torch, safetensors, hf (Hugging Face) or dcp (default: by the ending).",
+            show_default=False,
+        ),
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            "--pattern",
+            metavar="NAME",
+            help="A file for each state in the folder: 'step_{step}.pt', or with {uid}.",
+            show_default=False,
+        ),
+    ] = None,
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history", help="Also all ancestors that can be restored, a file for each state."
+        ),
+    ] = False,
     only: Only = None,
     nearest: Annotated[
         bool,
@@ -76,46 +114,140 @@ def restore(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the tensors of a state to safetensors files, and read them back to check them."""
+    """Write states to files that PyTorch and other programs read.
+
+    Safetensors files have the tensors, and are read back to check them. A FILE.pt has everything,
+    as torch.save writes it. Use `export` to take states to another repository.
+    """
     shell = Shell(context, repo, as_json)
-    is_file = into.suffix == ".safetensors"
+    if pattern is not None or history or len(revs) > 1:
+        if only or nearest or force:
+            raise typer.BadParameter(
+                "several states are written whole, to new files", param_hint="--only"
+            )
+        with shell.repository() as repository:
+            return _restore_many(shell, repository, revs, into, kind, pattern, history=history)
+    is_file = kind is None and into.suffix in _FILES
     if is_file and into.is_dir():
+        raise InvalidInput(f"{into} is a folder: name a file in it")
+    if kind is None and not is_file and into.suffix[1:].isalpha() and not into.is_dir():
         raise InvalidInput(
-            f"{into} is a folder: name a file in it, or a folder without the ending .safetensors"
+            f"{into} has an unknown ending: name a folder, or a file that ends in"
+            f" {', '.join(_FILES)}"
         )
-    if not is_file and into.exists() and not into.is_dir():
+    if not is_file and into.is_file():
         raise InvalidInput(f"{into} is a file: name a folder, or a file that ends in .safetensors")
     with shell.repository() as repository:
-        from datastates.files.checkpoints import export, plan_export
-
-        state = repository.core.state(rev, nearest=nearest)
+        state = repository.core.state(revs[0], nearest=nearest)
         tree = repository.load(state.uid, only=only or None)
-        plan = plan_export(tree, state, into)
-        taken = [str(path) for path in plan if path.exists()]
-        if taken and not force:
-            raise InvalidInput(
-                f"{', '.join(taken)} would be replaced: name another place, or add --force"
-            )
-        total, done = 2 * sum(file.bytes_total for file in plan.values()), 0
-        with progress(shell, f"restoring {state.uid[:10]}") as show:
-
-            def advance(count: int) -> None:
-                nonlocal done
-                done += count
-                show(done, total)
-
-            export(plan, on_progress=advance)
-    written = [
-        {"path": str(path), "tensors": len(file.tensors), "bytes": file.bytes_total}
-        for path, file in plan.items()
-    ]
+        if kind is None and (not is_file or into.suffix == ".safetensors"):
+            written = _write_tensors(shell, state, tree, into, force=force)
+        else:
+            if only:
+                tree = _objects(tree, only)
+            written = _write_whole(state, tree, kind or "torch", into, force=force)
     if shell.as_json:
-        shell.write_json({"state": state.uid, "step": state.step, "files": written})
-        return
+        return shell.write_json({"state": state.uid, "step": state.step, "files": written})
     for file in written:
         shell.write(
             f"{file['path']}: {file['tensors']} tensors, {size_text(int(str(file['bytes'])))}"
         )
+    return None
+
+
+def _write_tensors(
+    shell: Shell, state: State, tree: object, into: Path, *, force: bool
+) -> list[dict[str, object]]:
+    """Write tensors to safetensors files and read them back. Returns a record of each file."""
+    from datastates.files.checkpoints import export, plan_export
+
+    plan = plan_export(tree, state, into)
+    taken = [str(path) for path in plan if path.exists()]
+    if taken and not force:
+        raise InvalidInput(
+            f"{', '.join(taken)} would be replaced: name another place, or add --force"
+        )
+    total, done = 2 * sum(file.bytes_total for file in plan.values()), 0
+    with progress(shell, f"restoring {short(state.uid)}") as show:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            show(done, total)
+
+        export(plan, on_progress=advance)
+    return [
+        {"path": str(path), "tensors": len(file.tensors), "bytes": file.bytes_total}
+        for path, file in plan.items()
+    ]
+
+
+def _objects(tree: Any, names: Sequence[str]) -> dict[str, object]:
+    """Whole objects of a state, by their names.
+
+    :raises InvalidInput: a name is a pattern of tensors.
+    """
+    for name in names:
+        if name not in tree:
+            raise InvalidInput(
+                f"this format has whole objects, and {name!r} is none: name some of"
+                f" {', '.join(tree)}, or write a .safetensors file"
+            )
+    return {name: tree[name] for name in names}
+
+
+def _write_whole(
+    state: State, tree: Any, kind: str, into: Path, *, force: bool
+) -> list[dict[str, object]]:
+    """Write a state as another program would have. Returns a record of the file or folder."""
+    from datastates.files.checkpoints import Format, unwrapped, words_about, write
+    from datastates.state.tree import flatten
+
+    chosen = values.choice(kind, Format, "--format")
+    if chosen is not Format.HUGGING_FACE:
+        tree = unwrapped(tree, state.attributes)
+    write(tree, chosen, into, words_about(state), is_replacing=force)
+    tensors = flatten(tree).tensors
+    size = sum(leaf.tensor.nbytes for leaf in tensors)
+    return [{"path": str(into), "tensors": len(tensors), "bytes": size}]
+
+
+def _restore_many(
+    shell: Shell,
+    repository: Repository,
+    revs: list[str],
+    into: Path,
+    kind: str | None,
+    pattern: str | None,
+    *,
+    history: bool,
+) -> None:
+    from datastates.files.importing import export_files
+
+    chosen = {state.uid: state for state in map(repository.state, revs)}
+    for uid in list(chosen) if history else ():
+        chosen |= {
+            state.uid: state for state in repository.ancestors(uid) if state.status.is_restorable
+        }
+    with progress(shell, "restoring", is_of_bytes=False) as show:
+        done = export_files(
+            repository,
+            list(chosen.values()),
+            into,
+            format=kind or "torch",
+            pattern=pattern,
+            on_progress=show,
+        )
+    if shell.as_json:
+        return shell.write_lines(
+            {"state": each.state.uid, "step": each.state.step, "path": str(each.path)}
+            for each in done
+        )
+    for each in done[:_SHOWN]:
+        shell.write(f"{each.path}: step {each.state.step}, {short(each.state.uid)}")
+    if len(done) > _SHOWN:
+        shell.write(f"and {len(done) - _SHOWN} more")
+    return None
 
 
 @contextmanager
@@ -159,100 +291,25 @@ def export_states(
             metavar="REV", help="States: uids, names, main~3, …", autocompletion=ref_names
         ),
     ],
-    bundle: Annotated[
-        Path | None,
-        typer.Option("--bundle", metavar="FOLDER", help="A new folder.", show_default=False),
-    ] = None,
+    bundle: Annotated[Path, typer.Option("--bundle", metavar="FOLDER", help="A new folder.")],
     parents: Annotated[
         bool,
         typer.Option(
-            "--parents",
-            help="Also the bytes of what merged states were made of, so that they can be verified.",
-        ),
-    ] = False,
-    into: Annotated[
-        Path | None,
-        typer.Option(
-            "--into",
-            metavar="FOLDER",
-            help="Instead of a bundle: a file for each state, as other programs read it.",
-            show_default=False,
-        ),
-    ] = None,
-    kind: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="With --into: torch, safetensors, hf (Hugging Face) or dcp.",
-        ),
-    ] = "torch",
-    pattern: Annotated[
-        str | None,
-        typer.Option(
-            "--pattern",
-            metavar="NAME",
-            help="With --into: 'step_{step}.pt', or with {uid}.",
-            show_default=False,
-        ),
-    ] = None,
-    history: Annotated[
-        bool,
-        typer.Option(
-            "--history", help="With --into: also all ancestors of each state that can be restored."
+            "--parents", help="Also the parents of merged states, so that these can be verified."
         ),
     ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write states with their lineage and tags to a folder that `import` reads elsewhere; with
-    --into, files of torch and others."""
-    if (bundle is None) == (into is None):
-        raise InvalidInput(
-            "states go to a bundle or to files: give --bundle FOLDER, or --into FOLDER with"
-            " --format"
-        )
+    """Write states with their lineage and tags to a folder, for `import` into another repository.
+
+    Use `restore` to write files that other programs read."""
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository:
-        if into is not None:
-            return _export_files(shell, repository, revs, into, kind, pattern, history=history)
         from datastates.files.bundle import export_bundle
 
         done = export_bundle(repository, revs, str(bundle), with_parents=parents)
     return _say(shell, done, f"to {bundle}", "written")
-
-
-def _export_files(
-    shell: Shell,
-    repository: Repository,
-    revs: list[str],
-    into: Path,
-    kind: str,
-    pattern: str | None,
-    *,
-    history: bool,
-) -> None:
-    from datastates.files.importing import export_files
-
-    chosen = {state.uid: state for state in map(repository.state, revs)}
-    for uid in list(chosen) if history else ():
-        chosen |= {
-            state.uid: state for state in repository.ancestors(uid) if state.status.is_restorable
-        }
-    with progress(shell, "exporting", is_of_bytes=False) as show:
-        done = export_files(
-            repository, list(chosen.values()), into, format=kind, pattern=pattern, on_progress=show
-        )
-    if shell.as_json:
-        shell.write_lines(
-            {"state": each.state.uid, "step": each.state.step, "path": str(each.path)}
-            for each in done
-        )
-        return
-    for each in done[:_SHOWN]:
-        shell.write(f"{each.path}: step {each.state.step}, {each.state.uid[:10]}")
-    if len(done) > _SHOWN:
-        shell.write(f"and {len(done) - _SHOWN} more")
 
 
 def import_states(
@@ -707,6 +764,6 @@ def _report(
         record,
         f"state {state.uid} (step {state.step}): {came}, durable in {location}, {name.kind}"
         f" {name.name}",
-        f"to write its tensors: datastates restore {name.name} --repo {location} --into"
-        " FILE.safetensors",
+        f"to write its tensors: datastates restore {name.name} --repo {shlex.quote(str(location))}"
+        " --into FILE.safetensors",
     )

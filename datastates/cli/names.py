@@ -1,4 +1,4 @@
-"""The commands ``tag``, ``branch``, ``rm``, ``refs``, ``reflog``, ``note`` and ``annotate``."""
+"""The commands ``refs``, ``branch``, ``tag``, ``rm`` and ``note``."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ from datastates.lineage.states import RefKind
 from datastates.lineage.views.text import age_text, short
 from datastates.maintenance.environment import user_name
 
-from .app import EXIT_CODES, AsJson, Limit, Repo, Shell, branch_names, ref_names, tag_names
+from .app import (
+    EXIT_CODES,
+    AsJson,
+    Limit,
+    Repo,
+    Shell,
+    branch_names,
+    metric_names,
+    ref_names,
+    tag_names,
+)
 from .tables import events_table, refs_table
 
 if TYPE_CHECKING:
     from datastates.lineage import Note
 
 RefRev = Annotated[
-    str | None,
+    str,
     typer.Argument(
         metavar="REV",
         help="The state: uid, name, main~3, main@best:val_loss, …",
         autocompletion=ref_names,
     ),
-]
-DeleteRef = Annotated[
-    bool, typer.Option("--delete", "-d", help="Forget the name; the states stay.")
 ]
 Move = Annotated[bool, typer.Option("--move", help="Point a name that exists at REV.")]
 Expected = Annotated[
@@ -41,60 +48,37 @@ Expected = Annotated[
         autocompletion=ref_names,
     ),
 ]
-Author = Annotated[
-    str | None,
-    typer.Option(
-        "--author", metavar="WHO", help="Who wrote it (default: you).", show_default=False
-    ),
-]
 
 
 def tag(
     context: typer.Context,
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME", help="The tag; without it, all are listed.", autocompletion=tag_names
-        ),
-    ] = None,
-    rev: RefRev = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.", autocompletion=tag_names)],
+    rev: RefRev,
     message: Annotated[
         str | None,
         typer.Option("--message", "-m", help="Why this state has a name.", show_default=False),
     ] = None,
-    delete: DeleteRef = False,
     move: Move = False,
     expected: Expected = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the tags; make, move or delete one.
+    """Make a tag, or move one. `refs` lists tags, `rm` deletes one.
 
     A tag of a state whose bytes are gone is made, with a warning and exit code 7."""
+    if move and message:
+        raise typer.BadParameter("a message is given when the tag is made", param_hint="--message")
     _change(
-        Shell(context, repo, as_json),
-        RefKind.TAG,
-        name,
-        rev,
-        message,
-        delete=delete,
-        move=move,
-        expected=expected,
+        Shell(context, repo, as_json), RefKind.TAG, name, rev, message, move=move, expected=expected
     )
 
 
 def branch(
     context: typer.Context,
     name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="The branch; without it, all are listed.",
-            autocompletion=branch_names,
-        ),
-    ] = None,
-    rev: RefRev = None,
-    delete: DeleteRef = False,
+        str, typer.Argument(metavar="NAME", help="The branch.", autocompletion=branch_names)
+    ],
+    rev: RefRev,
     move: Move = False,
     rename: Annotated[
         bool,
@@ -104,15 +88,15 @@ def branch(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the branches; make, move, rename or delete one."""
+    """Make a branch, or move or rename one. `branches` shows them, `rm` deletes one.
+
+    A new branch is only a name: track(branch="NAME") in a training continues it."""
     shell = Shell(context, repo, as_json)
     if not rename:
-        return _change(
-            shell, RefKind.BRANCH, name, rev, None, delete=delete, move=move, expected=expected
-        )
-    if name is None or rev is None or delete or move or expected:
+        return _change(shell, RefKind.BRANCH, name, rev, None, move=move, expected=expected)
+    if move or expected:
         raise typer.BadParameter(
-            "--rename takes the old name and the new one, and nothing else", param_hint="--rename"
+            "it takes the old name and the new one, and nothing else", param_hint="--rename"
         )
     with shell.repository() as repository:
         renamed = repository.rename(name, rev)
@@ -142,102 +126,90 @@ def rm(
     as_json: AsJson = False,
 ) -> None:
     """Delete a branch or a tag; with --bytes, also free what only that name holds."""
-    from .upkeep import show_pruned
-
     shell = Shell(context, repo, as_json)
-    with shell.repository() as repository:
-        report = repository.delete_ref(name, bytes=with_bytes, dry_run=dry_run)
-    if report is not None:
-        show_pruned(shell, report)
+    if with_bytes or dry_run:
+        from .upkeep import show_pruned
+
+        with shell.repository() as repository:
+            report = repository.delete_ref(name, bytes=with_bytes, dry_run=dry_run)
+        return None if report is None else show_pruned(shell, report)
+    from datastates.lineage.write import refs
+
+    with shell.writing() as session:
+        ref = refs.delete_ref(session, name)
+    return shell.report(ref, f"{ref.kind} {ref.name} is deleted; it named {ref.state}")
 
 
-def list_refs(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -> None:
-    """List the branches and tags, and what they name."""
-    _list_refs(Shell(context, repo, as_json), None)
-
-
-def reflog(
+def list_refs(
     context: typer.Context,
     name: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="NAME",
-            help="A branch or a tag, even one that was deleted.",
+            help="Instead, what this branch or tag has named, even if it was deleted.",
             autocompletion=ref_names,
         ),
-    ],
+    ] = None,
     limit: Limit = 20,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where a branch or a tag stood, newest first."""
+    """List branches and tags, or show what a name has named, newest first."""
     shell = Shell(context, repo, as_json)
+    if name is None:
+        return _list_refs(shell)
     with shell.reading() as session:
         events = names.reflog(session, name, limit=limit or None)
     if shell.as_json:
         shell.write_lines(events)
     else:
         shell.write(events_table(events))
+    return None
 
 
 def _change(
     shell: Shell,
     kind: RefKind,
-    name: str | None,
-    rev: str | None,
+    name: str,
+    rev: str,
     message: str | None,
     *,
-    delete: bool,
     move: bool,
     expected: str | None,
 ) -> None:
-    """Make, move or delete a ref; list them if none is named."""
-    if name is None:
-        if delete or move or expected or message:
-            raise typer.BadParameter("name the ref that is meant", param_hint="NAME")
-        return _list_refs(shell, kind)
-    if delete and (move or rev or expected or message):
-        raise typer.BadParameter("--delete takes nothing but the name", param_hint="--delete")
-    if rev is None and not delete:
-        raise typer.BadParameter(
-            f"name the state that {name!r} is to name: {kind.value} {name} REV", param_hint="REV"
-        )
-    if move and message:
-        raise typer.BadParameter("a message is given when the tag is made", param_hint="--message")
+    """Make or move a ref."""
     if expected and not move:
         raise typer.BadParameter("it goes with --move", param_hint="--expected")
     from datastates.lineage.query import revision
     from datastates.lineage.write import refs
 
     with shell.writing() as session:
-        old = names.get(session, name) if delete or move else None
+        old = names.get(session, name) if move else None
         if old is not None and old.kind is not kind:
-            raise NotFound(f"{name!r} is a {old.kind}, not a {kind}: use `datastates {old.kind} …`")
-        if rev is None:
-            ref, is_gone = refs.delete_ref(session, name), False
-            text = f"{ref.kind} {ref.name} is forgotten; it named {ref.state}"
+            raise NotFound(
+                f"{name!r} is a {old.kind}, not a {kind}:"
+                f" `datastates {old.kind} {name} REV --move` moves it"
+            )
+        state = revision.resolve(session, rev)
+        if old is not None:
+            seen = old.state if expected is None else revision.resolve(session, expected).uid
+            ref = refs.move(session, name, state.uid, expected=seen)
+            text = f"{kind} {ref.name} moved from {short(old.state)} to {short(ref.state)}"
         else:
-            state = revision.resolve(session, rev)
-            if old is not None:
-                seen = old.state if expected is None else revision.resolve(session, expected).uid
-                ref = refs.move(session, name, state.uid, expected=seen)
-                text = f"{kind} {ref.name} moved from {old.state[:10]} to {ref.state[:10]}"
+            if kind is RefKind.TAG:
+                ref = refs.tag(session, name, state.uid, message=message)
             else:
-                if kind is RefKind.TAG:
-                    ref = refs.tag(session, name, state.uid, message=message)
-                else:
-                    ref = refs.branch(session, name, state.uid)
-                text = f"{kind} {ref.name} names {ref.state[:10]} (step {state.step})"
-            is_gone = refs.warn(session, ref)
+                ref = refs.branch(session, name, state.uid)
+            text = f"{kind} {ref.name} names {short(ref.state)} (step {state.step})"
+        is_gone = refs.warn(session, ref)
     shell.report(ref, text)
     if is_gone:  # the bytes of the state
         raise typer.Exit(EXIT_CODES["unavailable"])
-    return None
 
 
-def _list_refs(shell: Shell, kind: RefKind | None) -> None:
+def _list_refs(shell: Shell) -> None:
     with shell.reading() as session:
-        found = names.refs(session, kind)
+        found = names.refs(session)
         states = {
             state.uid: state for state in lookup.states(session, [ref.state for ref in found])
         }
@@ -246,47 +218,13 @@ def _list_refs(shell: Shell, kind: RefKind | None) -> None:
     elif found:
         shell.write(refs_table(found, states))
     else:
-        what = {None: "branches or tags", "branch": "branches", "tag": "tags"}[kind]
         shell.hint(
-            f"no {what} yet in {shell.url}: a training makes its branch; `datastates tag NAME REV`"
-            " and `datastates branch NAME REV`"
+            f"no branches or tags yet in {shell.url}: a training makes its branch;"
+            " `datastates tag NAME REV` and `datastates branch NAME REV` make others"
         )
 
 
-# --- ``note`` and ``annotate``: notes on states and branches, and metrics that people add ---
-
-
-def annotate(
-    context: typer.Context,
-    rev: Annotated[
-        str,
-        typer.Argument(
-            metavar="REV", help="The state: uid, name, main~3, …", autocompletion=ref_names
-        ),
-    ],
-    metric: Annotated[
-        list[str],
-        typer.Option(
-            "--metric", "-m", metavar="KEY=NUMBER", help="A metric to add; may be repeated."
-        ),
-    ],
-    replace: Annotated[
-        bool,
-        typer.Option(
-            "--replace", help="Change metrics that the state has; the log keeps the old values."
-        ),
-    ] = False,
-    author: Author = None,
-    repo: Repo = None,
-    as_json: AsJson = False,
-) -> None:
-    """Add metrics to a state that was captured before; `show` lists who added them."""
-    shell = Shell(context, repo, as_json)
-    metrics = dict(map(_metric, metric))
-    with shell.repository() as repository:
-        state = repository.annotate(rev, metrics=metrics, replace=replace, author=author)
-    added = ", ".join(f"{key} = {state.metrics[key]:.9g}" for key in metrics)
-    shell.report(state, f"state {state.uid[:10]} has {added}")
+# --- ``note``: notes on states and branches, and metrics that people add ---
 
 
 def _metric(text: str) -> tuple[str, float]:
@@ -345,18 +283,48 @@ def note(
             show_default=False,
         ),
     ] = None,
-    author: Author = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="KEY=NUMBER",
+            help="Add a metric to a state that was captured before; may be repeated.",
+            show_default=False,
+            autocompletion=metric_names,
+        ),
+    ] = None,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace",
+            help="With --metric: change existing metrics; the log keeps the old values.",
+        ),
+    ] = False,
+    author: Annotated[
+        str | None,
+        typer.Option(
+            "--author", metavar="WHO", help="Who wrote it (default: you).", show_default=False
+        ),
+    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the notes on a state, a branch or anything; write, edit or delete one."""
+    """List or write notes on states and branches, and add metrics to a state."""
     shell = Shell(context, repo, as_json)
+    if metric:
+        if rev is None or branch or edit or delete or message:
+            raise typer.BadParameter("it takes a state, and no note", param_hint="--metric")
+        metrics = dict(map(_metric, metric))
+        with shell.repository() as repository:
+            state = repository.annotate(rev, metrics=metrics, replace=replace, author=author)
+        added = ", ".join(f"{key} = {state.metrics[key]:.9g}" for key in metrics)
+        return shell.report(state, f"state {short(state.uid)} has {added}")
     if sum(each is not None for each in (rev, branch, edit, delete)) > 1:
         raise typer.BadParameter(
             "name a state, a branch, or one note: not several of them", param_hint="REV"
         )
     if edit is not None and message is None:
-        raise typer.BadParameter("say by -m what the note is to be", param_hint="--edit")
+        raise typer.BadParameter("-m gives the new text of the note", param_hint="--edit")
     if message is None and delete is None:
         return _list_notes(shell, rev, branch)
     if rev is None and branch is None and edit is None and delete is None:

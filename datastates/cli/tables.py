@@ -281,6 +281,15 @@ def facts_table(facts: Iterable[tuple[str, object]]) -> rich.table.Table:
     return made
 
 
+def change_lines(changes: Mapping[str, tuple[object, object]]) -> list[str]:
+    """A line for each changed value, such as ``lr: 0.1 -> 0.2``."""
+    return [f"{key}: {_exact(old)} -> {_exact(new)}" for key, (old, new) in changes.items()]
+
+
+def _exact(value: object) -> str:
+    return "nothing" if value is None else repr(value) if isinstance(value, str) else str(value)
+
+
 # --- States as a table or as CSV: the columns, and their contents ---
 
 

@@ -1,8 +1,9 @@
-"""The commands ``verify``, ``repair``, ``gc``, ``reindex``, ``copy``, ``du`` and ``prune``."""
+"""The commands ``verify``, ``repair``, ``gc``, ``copy``, ``du`` and ``prune``."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,8 +35,8 @@ def gc(
         bool,
         typer.Option(
             "--unknown",
-            help="Also delete states that the lineage and its backup do not know; `reindex` takes"
-            " them in instead.",
+            help="Also delete states that the lineage and its backup do not know;"
+            " `repair --lineage` takes them in instead.",
         ),
     ] = False,
     tier: Annotated[
@@ -99,7 +100,7 @@ def verify(
         typer.Option(
             "--since",
             metavar="UID",
-            help="Go on where an earlier check of everything ended.",
+            help="Continue where an earlier check of everything ended.",
             show_default=False,
         ),
     ] = None,
@@ -108,7 +109,7 @@ def verify(
         typer.Option(
             "--for",
             metavar="SECONDS",
-            help="Stop after this time, and say how to go on.",
+            help="Stop after this time, and print how to continue.",
             show_default=False,
         ),
     ] = None,
@@ -154,7 +155,7 @@ def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
             )
         except KeyboardInterrupt:
             if marks:
-                shell.hint(f"to go on: datastates verify --since {marks[0]}")
+                shell.hint(f"`datastates verify --since {marks[0]}` continues")
             raise
     if shell.as_json:
         shell.write_json(found, ok=not found.damage and not found.unread)
@@ -180,52 +181,7 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
     said = f"{len(found.hurt)} damaged" if found.damage else "every byte as it was written"
     shell.write(f"{plural(found.states, 'state')}, {size_text(found.bytes)} read: {said}")
     if found.mark is not None:
-        shell.hint(f"to go on: datastates verify --since {found.mark}")
-
-
-def reindex(
-    context: typer.Context,
-    replace: Annotated[
-        bool,
-        typer.Option(
-            "--replace",
-            help="Rebuild a lineage that is there; its file is kept next to the new one. On a"
-            " server, add to it.",
-        ),
-    ] = False,
-    tier: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tier",
-            metavar="URL",
-            help="A bucket that holds states of this lineage (s3://…); may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
-    repo: Repo = None,
-    as_json: AsJson = False,
-) -> None:
-    """Rebuild the lineage from its backup in the folder of packs, and from the packs' manifests,
-    where the database is lost, damaged, or older than the packs."""
-    from datastates.maintenance.reindex import reindex as rebuild
-
-    shell = Shell(context, repo, as_json)
-    orderly()
-    location = shell.location(must_exist=False)
-    url = location.database_url if location.root is None else location.root
-    done = rebuild(url, packs=location.packs, replace=replace, tiers=tier or ())
-    replaced = [] if done.replaced is None else [f"the database that was there is {done.replaced}"]
-    shell.report(
-        done,
-        f"lineage {done.lineage}: {plural(done.states, 'state')}, {done.restorable} restorable"
-        " here",
-        f"{plural(done.branches, 'branch')}, {plural(done.tags, 'tag')},"
-        f" {plural(done.notes, 'note')}, {plural(done.events, 'ref event')}",
-        f"{plural(done.clones, 'clone')}, {plural(done.seals, 'seal')},"
-        f" {plural(done.variants, 'variant')}",
-        *(f"lacking: {text}" for text in done.lacking),
-        *replaced,
-    )
+        shell.hint(f"`datastates verify --since {found.mark}` continues")
 
 
 def repair(
@@ -251,14 +207,43 @@ def repair(
     ] = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
+    lineage: Annotated[
+        bool,
+        typer.Option(
+            "--lineage",
+            help="Instead, rebuild a lost or damaged database from its backup and the packs.",
+        ),
+    ] = False,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace",
+            help=(
+                "With --lineage: rebuild a database that is there, and keep its file next to the"
+                " new one. On a server, add to it."
+            ),
+        ),
+    ] = False,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tier",
+            metavar="URL",
+            help="With --lineage: a bucket that holds states (s3://…); may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check everything, and restore damaged files from other places. For damage that stays, name
-    states that can be restored instead."""
+    """Check everything, and restore damaged files from other places, or rebuild the database.
+
+    For damage that stays, it names states that can be restored instead."""
     from datastates.transport.peer import connect
 
     shell = Shell(context, repo, as_json)
+    if lineage:
+        return _rebuild(shell, replace=replace, tiers=tier or ())
     with ExitStack() as stack:
         repository = stack.enter_context(shell.repository())
         # each separately: the next peer may have what one of them does not have
@@ -287,6 +272,29 @@ def repair(
             shell.write(f"not read: {text}")
     if done.hurt or done.unread:
         raise typer.Exit(EXIT_CODES["corrupt" if done.hurt else "unavailable"])
+    return None
+
+
+def _rebuild(shell: Shell, *, replace: bool, tiers: Sequence[str]) -> None:
+    """Rebuild the lineage from its backup in the folder of packs, and from the packs' manifests."""
+    from datastates.maintenance.reindex import reindex
+
+    orderly()
+    location = shell.location(must_exist=False)
+    url = location.database_url if location.root is None else location.root
+    done = reindex(url, packs=location.packs, replace=replace, tiers=tiers)
+    replaced = [] if done.replaced is None else [f"the database that was there is {done.replaced}"]
+    shell.report(
+        done,
+        f"lineage {done.lineage}: {plural(done.states, 'state')}, {done.restorable} restorable"
+        " here",
+        f"{plural(done.branches, 'branch')}, {plural(done.tags, 'tag')},"
+        f" {plural(done.notes, 'note')}, {plural(done.events, 'ref event')}",
+        f"{plural(done.clones, 'clone')}, {plural(done.seals, 'seal')},"
+        f" {plural(done.variants, 'variant')}",
+        *(f"lacking: {text}" for text in done.lacking),
+        *replaced,
+    )
 
 
 def copy(

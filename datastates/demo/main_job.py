@@ -305,9 +305,9 @@ def script() -> int:
         return main()
     except DatastatesError as error:
         # the terminal is imported only for an error
-        from datastates.cli.app import complain
+        from datastates.cli.app import Globals, complain
 
-        return complain(error, as_json=False)
+        return complain(error, Globals())
 
 
 if __name__ == "__main__":

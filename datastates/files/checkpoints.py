@@ -495,13 +495,20 @@ _LOADERS: dict[Format, Callable[[Path], object]] = {
 # Out
 
 
-def write(tree: object, kind: Format, into: Path, words: Mapping[str, str]) -> None:
+def write(
+    tree: object,
+    kind: Format,
+    into: Path,
+    words: Mapping[str, str],
+    *,
+    is_replacing: bool = False,
+) -> None:
     """Write a tree to a new file or folder, whole or not at all; ``words`` go into the header of
-    safetensors.
+    safetensors. With ``is_replacing``, a file may be there already.
 
     :raises InvalidInput: the tree holds what this format cannot.
     """
-    if into.exists():
+    if into.exists() and not (is_replacing and into.is_file()):
         raise Conflict(f"{into} is there already: name another place, or remove it")
     into.parent.mkdir(parents=True, exist_ok=True)
     part = into.with_name(f".part-{into.name}")

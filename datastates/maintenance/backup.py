@@ -41,7 +41,8 @@ _PATIENCE_S = 10.0
 _ASK_AGAIN_S = 0.02
 _BEHIND = (
     "the lineage lacks what its backup has, because it was restored from an older copy: that backup"
-    " stays, and no new one is made; `datastates reindex --replace` adds what the lineage lacks"
+    " stays, and no new one is made; `datastates repair --lineage --replace` adds what the lineage"
+    " lacks"
 )
 
 

@@ -286,8 +286,8 @@ def identity(packs: Path, lineage: str, *, may_write: bool = True) -> str | None
         raise Conflict(
             f"{packs} belongs to lineage {found[1]} (see its file {_IDENTITY}), and this database"
             f" holds lineage {lineage}: name another folder for its states (packs=), or the"
-            f" database of {found[1]}. If that is lost, `datastates reindex` rebuilds it in an"
-            " empty one"
+            f" database of {found[1]}. If that is lost, `datastates repair --lineage` rebuilds it"
+            " in an empty one"
         )
     return None if found is None else found[0]
 

@@ -184,8 +184,6 @@ def test_an_empty_repository_says_what_to_do(invoke: Invoke, tmp_path: Path) -> 
         ("find", "step > 3"),
         ("find", "metrics.loss < 1 order by attr.x"),
         ("refs",),
-        ("tag",),
-        ("branch",),
     ):
         said = invoke("--repo", tmp_path / "new", *command)
         assert (said.code, said.out) == (0, "")

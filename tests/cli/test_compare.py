@@ -1,4 +1,4 @@
-"""States beside each other in the terminal."""
+"""``diff`` of three states or more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def call(folder: Path, *words: str) -> Result:
-    return CliRunner().invoke(app, ["--repo", str(folder), "compare", *words])
+    return CliRunner().invoke(app, ["--repo", str(folder), "diff", *words])
 
 
 def rows(done: Result) -> dict[str, list[str]]:
@@ -62,22 +62,22 @@ def test_what_differs_stands_beside_each_other_with_configuration_first(folder: 
     assert "config.width" not in found
     assert "attr.seed" not in found
     assert "the same in all of them" in done.stderr
-    assert rows(call(folder, "a", "b", "--all"))["config.width"] == ["8", "8"]
+    assert rows(call(folder, "a", "b", "c", "--all"))["config.width"] == ["8", "8", "8"]
 
 
 def test_where_each_can_be_restored_is_said(folder: Path) -> None:
-    found = rows(call(folder, "b~1", "a"))
+    found = rows(call(folder, "b~1", "a", "b"))
     assert found["restorable"][0] == "nothing"
     assert found["bytes"][0] == "evicted"
-    assert found["lies"][0] == "local"
+    assert found["stored"][0] == "local"
 
 
 def test_json_has_what_the_api_has(folder: Path) -> None:
-    found = json.loads(call(folder, "a", "b", "--json").stdout)
+    found = json.loads(call(folder, "a", "b", "a", "--json").stdout)
     assert [each["rev"] for each in found["states"]] == ["a", "b"]
     assert found["config"][0] == {
         "key": "lr",
-        "values": [0.1, 0.01],
+        "values": [0.1, 0.01, 0.1],
         "differs": True,
         "direction": None,
     }
@@ -87,9 +87,8 @@ def test_json_has_what_the_api_has(folder: Path) -> None:
     }
 
 
-def test_one_state_and_unknown_ones_are_refused_with_the_next_step(folder: Path) -> None:
-    alone, unknown = call(folder, "a"), call(folder, "a", "bb")
-    assert (alone.exit_code, unknown.exit_code) == (5, 3)
-    assert "two states" in alone.output
+def test_too_many_states_and_unknown_ones_are_refused_with_the_next_step(folder: Path) -> None:
+    unknown = call(folder, "a", "b", "bb")
+    assert unknown.exit_code == 3
     assert "bb" in unknown.output
     assert "at most 32" in call(folder, *["a"] * 33).output

@@ -1,4 +1,4 @@
-"""``config``: what a state was configured with, and what was another before."""
+"""``show`` and ``diff --config``: what a state was configured with, and what was another before."""
 
 from __future__ import annotations
 
@@ -37,31 +37,29 @@ def uids(tmp_path: Path) -> dict[str, str]:
 def test_it_says_since_when_and_what_was_another_before(
     uids: dict[str, str], invoke: Invoke
 ) -> None:
-    told = invoke("config", "fork", "--json").json
-    assert told == {
-        "state": uids["fork2"],
-        "step": 4,
-        "config": {"lr": 0.2, "seed": 7},
+    shown = invoke("show", "fork", "--json").json
+    assert shown["config"] == {"lr": 0.2, "seed": 7}
+    assert shown["configured"] == {
         "since": uids["fork1"],
         "before": uids["main2"],
         "changes": {"lr": [0.1, 0.2], "opt.name": ["sgd", None], "seed": [None, 7]},
     }
-    lines = invoke("config", "fork").out.splitlines()
+    lines = invoke("show", "fork").out.splitlines()
     assert {"lr: 0.1 -> 0.2", "opt.name: 'sgd' -> nothing", "seed: nothing -> 7"} <= set(lines)
-    assert any(f"so since step 3, {uids['fork1'][:10]}" in line for line in lines)
+    assert any(f"configured like this since step 3, {uids['fork1'][:10]}" in line for line in lines)
 
 
 def test_a_path_that_began_so_has_nothing_before(uids: dict[str, str], invoke: Invoke) -> None:
-    told = invoke("config", "--json").json
+    told = invoke("show", "main", "--json").json["configured"]
     assert (told["since"], told["before"], told["changes"]) == (uids["main1"], None, {})
 
 
 def test_two_states_are_compared(uids: dict[str, str], invoke: Invoke) -> None:
-    told = invoke("config", "fork", "--diff", "main", "--json").json
-    assert (told["other"], told["changes"]["lr"]) == (uids["main3"], [0.1, 0.2])
-    assert "configured alike" in invoke("config", "fork~1", "--diff", "fork").err
+    told = invoke("diff", "--config", "main", "fork", "--json").json
+    assert (told["old"], told["changes"]["lr"]) == (uids["main3"], [0.1, 0.2])
+    assert "the same configuration" in invoke("diff", "--config", "fork~1", "fork").err
 
 
 def test_what_was_not_recorded_is_said(uids: dict[str, str], invoke: Invoke) -> None:
-    done = invoke("config", "bare")
+    done = invoke("diff", "--config", "bare", "bare")
     assert (done.code, "track(config=…)" in done.err) == (0, True)

@@ -1,4 +1,4 @@
-"""What ``stats`` and ``doctor`` say of a folder of packs from which another process deletes at
+"""What ``show`` and ``doctor`` say of a folder of packs from which another process deletes at
 that moment."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def packs(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_stats_count_the_packs_that_are_still_there(packs: Path, invoke: Invoke) -> None:
-    assert invoke("stats", "--json").json["bytes_stored"] == 2048
+    assert invoke("show", "--json").json["bytes_stored"] == 2048
 
 
 def test_doctor_counts_the_packs_that_are_still_there(

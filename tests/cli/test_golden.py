@@ -28,7 +28,7 @@ COMMANDS = {
     "find": ["find", "metrics.loss < 0.5 order by metrics.loss", "-n", "6"],
     "refs": ["refs"],
     "branches": ["branches", "-n", "12"],
-    "best": ["best", "loss", "-n", "3"],
+    "best": ["branches", "--best", "loss", "-n", "3"],
     "chosen": ["branches", "metrics.loss < 0.5", "--sort", "best", "-n", "3"],
 }
 HINTS = ("$ ", "these are", "o marks", "the best that", "nothing is", "no ", "no room")

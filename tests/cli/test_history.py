@@ -76,7 +76,7 @@ def test_log_of_all_refs_has_each_state_once(invoke: Invoke) -> None:
 
 
 def test_log_without_main_is_of_all(invoke: Invoke) -> None:
-    assert invoke("branch", "main", "--delete").code == 0
+    assert invoke("rm", "main").code == 0
     assert [state["uid"] for state in invoke("log", "--json", "-n", "1").lines] == [uid("f", 6)]
 
 
@@ -164,6 +164,7 @@ def test_show_as_json_has_stable_fields(invoke: Invoke) -> None:
         "notes",
         "parts",
         "added",
+        "configured",
     ]
     assert shown["children"] == [uid("1", 4), uid("f", 4)]
     assert shown["packs"] == [{"name": "p.safetensors", "bytes": 4096}]
@@ -267,7 +268,7 @@ def test_nothing_that_a_terminal_would_obey_is_printed(invoke: Invoke, root: Pat
         ["log", "bad", "--oneline"],
         ["show", "bad"],
         ["find", "step = 1"],
-        ["tag"],
+        ["refs"],
     ):
         out = invoke(*command).out
         assert "[red]plain" in out

@@ -1,4 +1,4 @@
-"""``import --pattern`` and ``export --into``: checkpoint files of others."""
+"""``import --pattern`` and ``restore --pattern``: checkpoint files of others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_folder_becomes_a_branch_by_one_command_and_comes_out_again(
     assert (again["states"], len(again["known"])) == ([], 4)
 
     out = invoke(
-        "export",
+        "restore",
         "old",
         "--history",
         "--into",
@@ -62,8 +62,10 @@ def test_what_is_refused_is_named_with_the_next_step(
     skipped = invoke("import", folder, "--pattern", "step_{step}.pt", "--skip-bad")
     assert (skipped.code, "step_2.pt was left out" in skipped.out) == (0, True)
     assert "--pattern" in invoke("import", folder).err
-    assert invoke("export", "imported").code == 5
-    assert invoke("export", "imported", "--into", tmp_path / "out", "--format", "zip").code == 5
+    assert invoke("export", "imported").code == invoke("restore", "imported").code == 2
+    for more in ([], ["--history"]):
+        refused = invoke("restore", "imported", "--into", "out", "--format", "zip", *more)
+        assert refused.code == 5
 
 
 def test_an_import_makes_the_repository_and_a_dry_run_does_not(

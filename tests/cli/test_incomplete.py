@@ -1,4 +1,4 @@
-"""``incomplete``, and what ``show`` says of a state of several ranks."""
+"""``log --incomplete``, and what ``show`` says of a state of several ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def job_of(root: Path, size: int = 3) -> Job:
 
 def test_what_waits_and_what_was_given_up_are_two_tables(root: Path, invoke: Invoke) -> None:
     job = job_of(root)
-    done = invoke("incomplete")
+    done = invoke("log", "--incomplete")
     waits, dropped = (block.splitlines()[1].split() for block in done.out.split("\n\n"))
     assert (done.code, waits[:5]) == (0, [job.waits[:10], "ddp", "6", "2", "3"])
     assert dropped[:6] == [job.given_up[:10], "ddp", "5", "1", "3", "skipped"]
     assert "there was no room in memory" in done.out
-    found = invoke("incomplete", "--json").json
+    found = invoke("log", "--incomplete", "--json").json
     assert (
         found["waiting"][0]["missing"],
         found["given_up"][0]["why"],
@@ -50,10 +50,10 @@ def test_whose_process_is_late_and_what_to_do_is_said(
     waits = f"state {job.waits} (branch ddp, step 6) waits for the parts of rank 2 of 3"
     for words in (("log", "ddp"), ("log", "ddp", "--sort", "step")):
         assert waits in invoke(*words).err
-        assert "'datastates incomplete' says whose process that is" in invoke(*words).err
+        assert "`datastates log --incomplete` shows whose process that is" in invoke(*words).err
     assert waits not in invoke("log", "ddp", "--json").err
     assert waits not in invoke("log", "main").err
-    said = invoke("incomplete").err
+    said = invoke("log", "--incomplete").err
     assert (
         "rank 2 of 3 is process 102 on host1, of which nothing is to be seen from here: look on"
         " host1" in said
@@ -66,24 +66,27 @@ def test_a_rank_that_ended_or_never_came_is_said(root: Path, invoke: Invoke) -> 
         run_job(database, of_one_job=True, ended=True)
     finally:
         database.close()
-    said = invoke("incomplete").err
+    said = invoke("log", "--incomplete").err
     assert (
-        "rank 2 of 3 is process 102 on host1, which has ended: start the job again, which goes on"
+        "rank 2 of 3 is process 102 on host1, which has ended: start the job again, which resumes"
         in said
     )
 
 
 def test_a_rank_of_which_no_process_is_known_is_said(root: Path, invoke: Invoke) -> None:
     job_of(root)
-    assert "rank 2 of 3 tracks nothing here: start all ranks of the job" in invoke("incomplete").err
+    assert (
+        "rank 2 of 3 tracks nothing here: start all ranks of the job"
+        in invoke("log", "--incomplete").err
+    )
 
 
 @pytest.mark.usefixtures("root")
 def test_nothing_waits_in_a_repository_of_single_processes(invoke: Invoke) -> None:
-    done = invoke("incomplete")
+    done = invoke("log", "--incomplete")
     assert (done.code, done.out) == (0, "")
     assert "no state waits for parts of other ranks" in done.err
-    assert invoke("incomplete", "--json").json == {
+    assert invoke("log", "--incomplete", "--json").json == {
         "waiting": [],
         "given_up": [],
         "total_given_up": 0,
@@ -114,7 +117,7 @@ def test_stats_say_in_one_line_what_each_rank_measured(root: Path, invoke: Invok
     job_of(root)
     lines = [
         line.split(maxsplit=1)[1]
-        for line in invoke("stats").out.splitlines()
+        for line in invoke("show").out.splitlines()
         if line.startswith("metric")
     ]
     assert lines == [
@@ -122,7 +125,7 @@ def test_stats_say_in_one_line_what_each_rank_measured(root: Path, invoke: Invok
         "val_loss: 0.333333 to 1, 3 states",
     ]
     assert {"loss@0", "loss@1", "loss@2"} < {
-        each["key"] for each in invoke("stats", "--json").json["metrics"]
+        each["key"] for each in invoke("show", "--json").json["metrics"]
     }
 
 

@@ -51,7 +51,14 @@ def test_what_is_missing_or_too_much_is_said(invoke: Invoke) -> None:
 
 def test_metrics_are_added_to_a_state_and_shown(invoke: Invoke) -> None:
     done = invoke(
-        "annotate", "main~2", "--metric", "test/loss=0.3", "-m", "acc=nan", "--author", "ann"
+        "note",
+        "main~2",
+        "--metric",
+        "test/loss=0.3",
+        "--metric",
+        "acc=nan",
+        "--author",
+        "ann",
     )
 
     assert (done.code, done.out) == (
@@ -61,13 +68,11 @@ def test_metrics_are_added_to_a_state_and_shown(invoke: Invoke) -> None:
     assert "metrics by ann: test/loss=0.3, acc=nan" in invoke("show", "main~2").out
     (line,) = invoke("show", "main~2", "--json").json["added"]
     assert (line["name"], line["reason"]) == (uid("1", 6), "metrics by ann: test/loss=0.3, acc=nan")
-    assert invoke("annotate", "main~2", "-m", "test/loss=0.2").code == 4
-    assert (
-        invoke("annotate", "main~2", "-m", "test/loss=0.2", "--replace", "--json").json["metrics"][
-            "test/loss"
-        ]
-        == 0.2
-    )
+    assert invoke("note", "main~2", "--metric", "test/loss=0.2").code == 4
+    changed = invoke("note", "main~2", "--metric", "test/loss=0.2", "--replace", "--json").json
+    assert changed["metrics"]["test/loss"] == 0.2
     assert invoke("show", "main@best:test/loss", "--json").json["uid"] == uid("1", 6)
-    assert invoke("annotate", "main", "-m", "loss").code == invoke("annotate", "main").code == 2
-    assert invoke("annotate", "nothing", "-m", "loss=1").code == 3
+    assert invoke("note", "main", "--metric", "loss").code == 2
+    assert invoke("note", "--metric", "loss=1").code == 2
+    assert invoke("note", "main", "--metric", "loss=1", "-m", "x").code == 2
+    assert invoke("note", "nothing", "--metric", "loss=1").code == 3

@@ -92,6 +92,25 @@ def test_restore_into_a_folder_suits_load_state_dict(
     assert done.out.startswith(f"{tmp_path}/out/model.safetensors: 2 tensors, 47.0 KiB")
 
 
+def test_restore_into_a_torch_file_writes_everything(
+    repo: Path, trained: tuple[Path, dict[str, torch.Tensor]], invoke: Invoke, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.pt"
+    done = invoke("--repo", repo, "restore", "main", "--into", path, "--json")
+
+    assert done.code == 0, done.err
+    found = torch.load(path, weights_only=True)
+    assert all(torch.equal(found["model"][name], value) for name, value in trained[1].items())
+    assert found["optimizer"]["param_groups"][0]["lr"] == 0.001
+    assert [file["path"] for file in done.json["files"]] == [str(path)]
+    assert invoke("--repo", repo, "restore", "main", "--into", path).code == 4
+    again = invoke("--repo", repo, "restore", "main", "--into", path, "--force", "--only", "model")
+    assert again.code == 0
+    assert list(torch.load(path, weights_only=True)) == ["model"]
+    some = ("--force", "--only", "model/weight")
+    assert invoke("--repo", repo, "restore", "main", "--into", path, *some).code == 5
+
+
 def test_restore_replaces_only_when_told(repo: Path, invoke: Invoke, tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     path.write_text("mine")
@@ -109,7 +128,12 @@ def test_restore_replaces_only_when_told(repo: Path, invoke: Invoke, tmp_path: P
 
 @pytest.mark.parametrize(
     ("only", "into"),
-    [("nothing", "out"), ("model", "runs/lineage.db"), ("model", "is.safetensors")],
+    [
+        ("nothing", "out"),
+        ("model", "runs/lineage.db"),
+        ("model", "is.safetensors"),
+        ("model", "new.onnx"),
+    ],
 )
 def test_restore_refuses_what_cannot_be(
     repo: Path, invoke: Invoke, tmp_path: Path, only: str, into: str

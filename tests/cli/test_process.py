@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from datastates.cli.app import COMMANDS, EXIT_CODES, code_of
+from datastates.cli.app import COMMANDS, EXIT_CODES, WORDS, code_of
 from datastates.errors import DatastatesError
 from tests.cli.conftest import Invoke, uid
 from tests.support import warm
@@ -67,15 +67,15 @@ def test_repository_is_found_by_option_environment_or_from_here_upwards(
     inner.mkdir(parents=True)
     monkeypatch.chdir("/")
 
-    assert invoke("--repo", root, "tag").code == 0
-    assert invoke("tag", "--repo", root).code == 0
-    assert invoke("tag").code == 3
+    assert invoke("--repo", root, "refs").code == 0
+    assert invoke("refs", "--repo", root).code == 0
+    assert invoke("refs").code == 3
     monkeypatch.chdir(inner)
-    assert invoke("tag").code == 0
+    assert invoke("refs").code == 0
     monkeypatch.setenv("DATASTATES_REPO", str(root.parent / "nothing"))
-    assert invoke("tag").code == 3
+    assert invoke("refs").code == 3
     monkeypatch.setenv("DATASTATES_REPO", str(root))
-    assert invoke("tag").code == 0
+    assert invoke("refs").code == 0
 
 
 def test_missing_repository_names_the_next_step(invoke: Invoke) -> None:
@@ -87,7 +87,7 @@ def test_missing_repository_names_the_next_step(invoke: Invoke) -> None:
 
 
 def test_json_option_may_stand_before_or_behind_the_command(root: Path, invoke: Invoke) -> None:
-    assert invoke("--json", "tag").json == invoke("tag", "--json").json
+    assert invoke("--json", "refs").lines == invoke("refs", "--json").lines
     for arguments in (("--json", "show", "nope"), ("show", "nope", "--json")):
         failed = invoke(*arguments)
         assert json.loads(failed.err)["error"]["kind"] == "not-found"
@@ -132,7 +132,7 @@ def test_lineage_commands_do_without_torch(root: Path, arguments: tuple[str, ...
 
 @pytest.mark.parametrize(
     "arguments",
-    [("log",), ("refs",), ("tag",), ("branch",), ("reflog", "main"), ("find", "step > 3")],
+    [("log",), ("refs",), ("refs", "main"), ("find", "step > 3")],
 )
 def test_commands_that_look_import_what_they_need(root: Path, arguments: tuple[str, ...]) -> None:
     found = modules_of(root, *arguments)
@@ -168,6 +168,40 @@ def test_help_lists_commands_by_what_they_are_for_and_flags_without_a_type(root:
     for command in ("log", "find", "serve", "tag"):
         assert "<bool>" not in run(command, "--help", cwd=root).stdout
     assert "<int" in run("log", "--help", cwd=root).stdout, "what takes a value says which"
+
+
+def test_there_are_at_most_thirty_commands() -> None:
+    assert len(COMMANDS) <= 30
+
+
+@pytest.mark.parametrize("word", sorted(WORDS))
+def test_words_of_git_and_others_lead_to_our_commands(invoke: Invoke, word: str) -> None:
+    refused = invoke(word, "main")
+
+    assert (refused.code, refused.out) == (2, "")
+    assert f"there is no command '{word}'" in refused.err
+    named = re.findall(r"`datastates (\w+)", WORDS[word])
+    assert set(named) <= COMMANDS.keys()
+
+
+def test_a_misspelt_command_gets_the_closest_one(invoke: Invoke) -> None:
+    assert "did you mean `datastates branches`" in invoke("branchs").err
+    assert "`datastates --help` lists them" in invoke("xyzzy").err
+
+
+def test_hints_and_errors_repeat_the_repository_that_was_named(
+    root: Path, invoke: Invoke, tmp_path: Path
+) -> None:
+    root = root.rename(tmp_path / "my runs")
+    given = f"`datastates --repo '{root}'"
+    for words in (["--repo", root, "branches"], ["branches", "--repo", root]):
+        assert f"{given} restore 1600000000 " in invoke(*words, "--best", "val_loss").err
+    assert (
+        f"{given} tag warm {uid('1', 8)[:10]} --move`"
+        in invoke("tag", "warm", "main", "--repo", root).err
+    )
+    missing = invoke("--repo", tmp_path / "none", "log").err
+    assert f"`datastates init {tmp_path / 'none'}`" in missing, "this command names it already"
 
 
 def test_help_names_the_exit_codes(tmp_path: Path) -> None:
@@ -289,7 +323,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("command", "interrupted"), [("watch", "lists._said"), ("doctor", "doctor._torch")]
+    ("command", "interrupted"), [("branches --watch", "lists._said"), ("doctor", "doctor._torch")]
 )
 def test_interrupt_leaves_a_terminal_with_its_cursor(
     root: Path, command: str, interrupted: str
@@ -298,7 +332,7 @@ def test_interrupt_leaves_a_terminal_with_its_cursor(
 import os, signal, sys
 from datastates.cli import doctor, lists, main
 {interrupted} = lambda *_: os.kill(os.getpid(), signal.SIGINT)
-sys.argv = ['datastates', '{command}']
+sys.argv = ['datastates', *'{command}'.split()]
 main()
 """
     shown = ["script", "-qec", shlex.join([sys.executable, "-c", code]), "/dev/null"]
@@ -390,12 +424,17 @@ def test_completion_knows_commands_and_names(root: Path) -> None:
         assert done.stderr == ""
         return done.stdout.split()
 
-    assert complete("datastates re") == ["refs", "reflog", "restore", "repair", "reindex"]
+    assert complete("datastates re") == ["refs", "restore", "repair"]
     assert complete("datastates show ") == ["fork", "main", "warm"]
     assert complete("datastates tag w") == ["warm"]
     assert complete("datastates branch ") == ["fork", "main"]
     assert complete("datastates log warm..m") == ["warm..main"]
     assert complete("datastates --repo /nothing show ") == []
+    assert complete("datastates branches --best ") == ["loss", "val_loss"]
+    assert complete("datastates branches --group c") == ["config.lr"]
+    assert complete("datastates log --columns loss,v") == ["loss,val_loss"]
+    assert complete("datastates find at") == ["attr.kind", "attr.lr"]
+    assert complete("datastates --repo /nothing find l") == []
     assert complete(f"datastates --repo {root} show w") == ["warm"]
 
 

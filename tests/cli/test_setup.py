@@ -71,6 +71,7 @@ def test_doctor_reports_every_subject_with_a_next_step(invoke: Invoke, root: Pat
         "sqlite",
         "lineage",
         "postgresql",
+        "agent",
         "processors",
         "memory",
         "descriptors",

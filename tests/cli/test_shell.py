@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 import datastates
-from datastates.cli.app import COMMANDS, MOST, Shell, command_of, complain
+from datastates.cli.app import COMMANDS, MOST, Globals, Shell, command_of, complain
 from datastates.cli.tables import Column, TextTable, facts_table, table
 from datastates.errors import NotFound
 from tests.cli.conftest import Invoke
@@ -75,8 +75,8 @@ def test_remarks_and_errors_cannot_steer_the_terminal(
     shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell.hint(EVIL)
-    complain(NotFound(f"{EVIL}\nnext"), as_json=False)
-    complain(RuntimeError(EVIL), as_json=False)
+    complain(NotFound(f"{EVIL}\nnext"), Globals())
+    complain(RuntimeError(EVIL), Globals())
 
     err = capsys.readouterr().err
     assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(err)
@@ -94,17 +94,17 @@ def test_names_and_values_of_others_are_shown_harmless_and_are_exact_as_json(
         with repo.track(rng=False, tree={EVIL: weight}, config={EVIL: EVIL}) as run:
             run.capture(attributes={EVIL: 1}, message=EVIL).wait("durable")
     for command in (
-        ["config"],
-        ["config", "--diff", "main~1"],
+        ["diff", "--config", "main~1", "main"],
         ["diff", "main~1"],
+        ["diff", "main~1", "--tensors"],
+        ["diff", "main", "main~1", "main"],
         ["blame"],
-        ["compare", "main", "main~1"],
         ["show", "main"],
     ):
         done = invoke(*command)
         assert done.code == 0, done.err
         assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(done.out + done.err), command
-    assert invoke("config", "--json").json["config"] == {EVIL: EVIL}
+    assert invoke("show", "main", "--json").json["config"] == {EVIL: EVIL}
 
 
 def test_every_option_that_counts_has_bounds() -> None:
@@ -115,7 +115,7 @@ def test_every_option_that_counts_has_bounds() -> None:
         if has_type(option, int)
     }
 
-    assert {"log --limit", "find --limit", "watch --times", "serve --port"} <= counts.keys()
+    assert {"log --limit", "find --limit", "branches --times", "serve --port"} <= counts.keys()
     assert [option for option, most in counts.items() if most is None or most > MOST] == []
 
 
@@ -132,8 +132,8 @@ def has_type(option: Any, wanted: type) -> bool:
         ["log", "--follow"],
         ["find", "step > 0"],
         ["runs"],
-        ["reflog", "main"],
-        ["incomplete"],
+        ["refs", "main"],
+        ["log", "--incomplete"],
         ["du"],
     ],
 )

@@ -139,8 +139,8 @@ def test_gc_says_how_much_before_and_after(repo: Path, invoke: Invoke) -> None:
 
 
 def test_reindex_says_what_came_back_and_what_is_lacking(repo: Path, invoke: Invoke) -> None:
-    assert invoke("--repo", repo, "reindex").code == 4
-    done = invoke("--repo", repo, "reindex", "--replace")
+    assert invoke("--repo", repo, "repair", "--lineage").code == 4
+    done = invoke("--repo", repo, "repair", "--lineage", "--replace")
     assert done.code == 0
     assert "3 states, 3 restorable here\n1 branch, 0 tags, 0 notes, 3 ref events\n" in done.out
     assert "lineage.db.replaced-1" in done.out
@@ -148,7 +148,7 @@ def test_reindex_says_what_came_back_and_what_is_lacking(repo: Path, invoke: Inv
     done = invoke("--repo", repo, "log")
     assert done.code == 3
     (repo / "packs" / "lineage.backup").unlink()
-    told = invoke("--repo", repo, "reindex", "--json").json
+    told = invoke("--repo", repo, "repair", "--lineage", "--json").json
     assert (told["states"], "no backup" in told["lacking"][0]) == (3, True)
     assert invoke("--repo", repo, "log").code == 0
-    assert invoke("--repo", repo / "nowhere", "reindex").code == 3
+    assert invoke("--repo", repo / "nowhere", "repair", "--lineage").code == 3

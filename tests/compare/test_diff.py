@@ -263,18 +263,52 @@ def test_the_terminal_shows_what_changed(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    shown = call()
+    shown = call("--tensors")
     assert "tree/head" in shown
     assert "3 at [1, 0]" in shown
     assert "25 %" in shown
     assert "loss: 2 -> 1" in shown
     assert "1 step on" in shown
     assert "tree/frozen" not in shown
-    assert "tree/frozen" in call("--all")
+    assert "tree/frozen" in call("--tensors", "--all")
+    assert call().splitlines()[-1].split() == ["tree", "2", "1", "3", "3"]
     assert "tree/head" not in call("--stat")
     plain = json.loads(call("--json"))
     assert [tensor["change"] for tensor in plain["tensors"]] == ["same", "changed"]
     assert plain["metrics"] == {"loss": [2.0, 1.0]}
+
+
+def test_the_terminal_collapses_tensors_by_module_and_leaves_out_generators(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    with (
+        datastates.open(tmp_path) as repo,
+        repo.track(model=model, optimizer=optimizer) as run,
+    ):
+        for _ in range(2):
+            model(torch.randn(4, 2)).sum().backward()
+            optimizer.step()
+            run.capture()
+
+    done = CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main~1"])
+    modules = [line.split() for line in done.stdout.split("\n\n")[1].splitlines()[1:]]
+    assert [row[:3] for row in modules] == [
+        ["model/0", "2", "2"],
+        ["model/1", "2", "2"],
+        ["optimizer/0", "6", "6"],
+        ["optimizer/1", "6", "6"],
+    ]
+    with datastates.open(tmp_path) as repo:
+        found = {each.path: each for each in repo.diff("main~1", "main").tensors}
+    weight, bias = found["model/0.weight"], found["model/0.bias"]
+    assert modules[0][3] == f"{math.hypot(weight.norm or 0, bias.norm or 0):.4g}"
+    assert modules[0][5] == f"{max(weight.largest or 0, bias.largest or 0):.4g}"
+    shown = [
+        CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main~1", *words]).stdout
+        for words in ([], ["--rng"])
+    ]
+    assert ["rng/" in text for text in shown] == [False, True]
 
 
 def test_the_terminal_says_first_how_configurations_differ(tmp_path: Path) -> None:
@@ -291,9 +325,7 @@ def test_the_terminal_says_first_how_configurations_differ(tmp_path: Path) -> No
         "lr: 0.1 -> 0.2",
         "net.width: 8 -> nothing",
     ]
-    assert lines.index("config  lr: 0.1 -> 0.2") < next(
-        at for at, line in enumerate(lines) if line.startswith("tensors")
-    )
+    assert [line.split()[0] for line in lines[3:]] == ["tensors", "config", "config"]
     plain = json.loads(
         CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main", "fork", "--json"]).stdout
     )
@@ -348,7 +380,7 @@ def test_the_terminal_offers_what_can_be_compared_instead(dropped: Repository) -
     assert done.exit_code == 0, done.output
     assert "loss: " in done.stdout
     assert "could not be compared" in done.output
-    nearest = re.search(r"datastates diff ([0-9a-f]+) ", done.output)
+    nearest = re.search(r"`datastates --repo \S+ diff ([0-9a-f]+) ", done.output)
     assert nearest is not None
     again = CliRunner().invoke(app, ["--repo", folder, "diff", nearest[1], "main"])
     assert "1 changed" in again.stdout

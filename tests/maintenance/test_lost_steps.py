@@ -94,7 +94,9 @@ def told_by_terminal(folder: Path) -> dict[str, Any]:
         for line in in_terminal(folder, "branches", "--metric", "loss")
         if line["name"] == "main"
     ]
-    (best,) = [line for line in in_terminal(folder, "best", "loss") if line["name"] == "main"]
+    (best,) = [
+        line for line in in_terminal(folder, "branches", "--best", "loss") if line["name"] == "main"
+    ]
     assert best["best_restorable"] == found["best_restorable"]
     assert in_terminal(folder, "log", "main", "-n", "1")[0]["uid"] == found["head"]
     return {

@@ -123,7 +123,7 @@ def lose(folder: Path) -> None:
 def test_everything_that_was_told_comes_back(folder: Path) -> None:
     before = told(folder)
     lose(folder)
-    with pytest.raises(NotFound, match="datastates reindex"):
+    with pytest.raises(NotFound, match="datastates repair --lineage"):
         datastates.open(folder)
     progress: list[tuple[int, int]] = []
     report = datastates.reindex(folder, on_progress=lambda *each: progress.append(each))
