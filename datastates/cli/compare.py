@@ -19,7 +19,6 @@ from rich.text import Text
 from datastates.errors import InvalidInput, Unavailable
 from datastates.lineage.query import revision
 from datastates.lineage.views import comparison
-from datastates.lineage.views.comparison import changes
 from datastates.lineage.views.text import short, step_text, time_text
 from datastates.policy.contract import read_duration, read_percent, span
 
@@ -28,7 +27,6 @@ from .move import progress
 from .tables import (
     Column,
     TextTable,
-    change_lines,
     facts_table,
     state_text,
     stored_text,
@@ -94,10 +92,8 @@ def diff(
     shell = Shell(context, repo, as_json)
     revs = [*revs, "main"] if len(revs) == 1 else revs
     comparison.check_count(len(revs))
-    if len(revs) > 2:
+    if len(revs) > 2 or config:
         return _diff_many(shell, revs, is_config=config, show_same=show_same)
-    if config:
-        return _diff_config(shell, *revs)
     with shell.repository() as repository, progress(shell, "comparing") as show:
         found = repository.diff(*revs, only=only or None, stat=stat, on_progress=show)
     if shell.as_json:
@@ -118,32 +114,16 @@ def diff(
     return None
 
 
-def _diff_config(shell: Shell, old: str, new: str) -> None:
-    with shell.reading() as session:
-        base, state = revision.resolve(session, old), revision.resolve(session, new)
-    found = changes(base.config, state.config)
-    if shell.as_json:
-        return shell.write_json({"old": base.uid, "new": state.uid, "changes": found})
-    shell.write(state_text(base), state_text(state), *change_lines(found))
-    if not found:
-        shell.hint(
-            "both have the same configuration"
-            if state.config
-            else "neither has a configuration: track(config=…) records one"
-        )
-    return None
-
-
-# --- ``diff`` of three states or more: a table with a column for each ---
+# --- ``diff`` of configurations, or of three states or more: a table with a column for each ---
 
 
 def _diff_many(shell: Shell, revs: list[str], *, is_config: bool, show_same: bool) -> None:
     with shell.reading() as session:
         found = comparison.compare(session, revs, [revision.resolve(session, rev) for rev in revs])
-    if shell.as_json:
-        return shell.write_json(found)
     if is_config:
         found = replace(found, metrics=(), attributes=(), code=())
+    if shell.as_json:
+        return shell.write_json(found)
     shell.write(_table_compare(found, show_same=show_same))
     same = sum(not row.differs for kind, _ in _KINDS for row in getattr(found, kind))
     if same and not show_same:

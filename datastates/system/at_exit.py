@@ -1,6 +1,7 @@
 """Clean ends: at exit, on SIGTERM and SIGHUP, and after an object was dropped without a close.
 
-States that must become durable are still written.
+States that must become durable are still written. Ctrl-C ends a script with a line for each
+training that it interrupted, instead of a traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Protocol
 
 from datastates.system.threads import Latch
@@ -68,6 +69,7 @@ _ends: set[Callable[[], None]] = set()
 _owner: int | None = None
 _ender: _Ender | None = None
 _exit_code = 0  # the exit code of a signal that ends the process
+_interrupted: list[str] = []
 
 
 def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
@@ -84,9 +86,26 @@ def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
         _ends.clear()
         atexit.register(_close_all)
     take_signals()
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _report_uncaught
     _open.add(closable)
     _ends.add(end)
     weakref.finalize(closable, end_later, end, os.getpid()).atexit = False
+
+
+def note_interrupted(text: str) -> None:
+    """Print this line if Ctrl-C ends the script."""
+    _interrupted.append(text)
+
+
+def _report_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Report an uncaught error, as Python does. Ctrl-C is one line for each training."""
+    if not issubclass(kind, KeyboardInterrupt) or os.environ.get("DATASTATES_TRACEBACK"):
+        sys.__excepthook__(kind, error, trace)
+        return
+    sys.stderr.write("".join(f"{line}\n" for line in _interrupted or ["interrupted"]))
 
 
 def closed(end: Callable[[], None]) -> None:

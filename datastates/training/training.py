@@ -60,7 +60,7 @@ from datastates.state.optimizer import bare, is_plain
 from datastates.state.per_rank import mark_per_rank
 from datastates.state.report import RestoreReport, Selection
 from datastates.state.tree import Flat, flatten, join
-from datastates.system.at_exit import end_later
+from datastates.system.at_exit import end_later, note_interrupted
 from datastates.system.interrupts import undisturbed
 from datastates.system.logs import event, say
 from datastates.values import Value
@@ -823,6 +823,9 @@ class Training:
         self._call_listeners(error)
         self.apply_edits()
         self.raise_background_error()
+        if isinstance(error, KeyboardInterrupt):
+            saved = "has no state" if self.line.tip is None else "is saved and can be resumed"
+            note_interrupted(f"interrupted: branch {self.branch} {saved}, at step {self.step}")
 
     def _log_kept_states(self) -> None:
         """Log how many of the captured states can be restored."""

@@ -56,10 +56,9 @@ def test_a_path_that_began_so_has_nothing_before(uids: dict[str, str], invoke: I
 
 def test_two_states_are_compared(uids: dict[str, str], invoke: Invoke) -> None:
     told = invoke("diff", "--config", "main", "fork", "--json").json
-    assert (told["old"], told["changes"]["lr"]) == (uids["main3"], [0.1, 0.2])
-    assert "the same configuration" in invoke("diff", "--config", "fork~1", "fork").err
-
-
-def test_what_was_not_recorded_is_said(uids: dict[str, str], invoke: Invoke) -> None:
-    done = invoke("diff", "--config", "bare", "bare")
-    assert (done.code, "track(config=…)" in done.err) == (0, True)
+    assert [each["state"]["uid"] for each in told["states"]] == [uids["main3"], uids["fork2"]]
+    rows = {row["key"]: row["values"] for row in told["config"] if row["differs"]}
+    assert rows == {"lr": [0.1, 0.2], "opt.name": ["sgd", None], "seed": [None, 7]}
+    assert (told["metrics"], told["code"]) == ([], [])
+    assert "config.lr" in invoke("diff", "--config", "main", "fork").out
+    assert "config." not in invoke("diff", "--config", "fork~1", "fork").out
