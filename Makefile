@@ -7,13 +7,14 @@ OUT ?=
 # Setup compiles nothing: what runs first does, and must be allowed to keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test test-all demo bench gpu ui docs format clean
+.PHONY: help test test-all demo bench gpu ui dist docs format clean
 
 help:
 	@echo "make test     set up, then run the gate: format, lint, types, imports, page, and tests without the slow ones"
 	@echo "make test-all the same with every test and case, and with random cases"
 	@echo "make demo     set up, then run the main job: train, fork, resume and prove (two minutes)"
 	@echo "make ui       set up, then build the page into api/static"
+	@echo "make dist     set up, then build the wheel and the source distribution into dist/"
 	@echo "make docs     set up, then build the site of the documents into site/"
 	@echo "make bench    set up, then run every benchmark, or BENCHMARK=lineage only"
 	@echo "make gpu      on a machine with a GPU: tests, probes and figures in nine minutes, and a report; WHEELS=folder: without a network;"
@@ -35,6 +36,11 @@ demo:
 ui:
 	@PYTHON="$(PYTHON)" scripts/setup demo
 	@.venv/bin/python scripts/ui --install
+
+dist:
+	@PYTHON="$(PYTHON)" scripts/setup dev
+	@rm -rf dist
+	@.venv/bin/python -m build --outdir dist
 
 docs:
 	@PYTHON="$(PYTHON)" scripts/setup docs

@@ -558,9 +558,14 @@ class Facade:
 
     @values.checked
     def branch(self, name: str, rev: Revision | None) -> Ref:
-        """Make a branch at a state.
+        """Make a branch at a state. This only creates a name: no training starts, and no bytes are
+        copied.
 
             repo.branch("second-try", "main~2")
+            print(repo.state("second-try").step)
+
+        ``repo.track(branch="second-try", ...)`` continues it. A training that forks needs no such
+        call: ``repo.track(branch="second-try", start="main~2", ...)`` makes the branch.
 
         :raises Conflict: the name is taken.
         """

@@ -19,6 +19,7 @@ from datastates.policy.retention import Retention, asked_for, retention_of
 from datastates.state.adapters import given_objects, split_values
 from datastates.state.report import RestoreReport
 from datastates.system.at_exit import settle
+from datastates.system.devices import check_torch
 from datastates.system.interrupts import undisturbed
 from datastates.training.collective import Ranks, find
 from datastates.training.configuration import configuration
@@ -70,7 +71,9 @@ def open(
     :raises Unavailable: the database does not answer.
     :raises NotFound: the packs are there, but their lineage is gone.
     :raises InvalidInput: the url has another form, or the folder holds something else.
+    :raises Unsupported: torch is too old.
     """
+    check_torch()
     config = Config.from_environment() if config is None else config
     if memory_bytes is not None:
         config = replace(config, memory_bytes=values.size(memory_bytes, "memory_bytes"))
@@ -277,7 +280,8 @@ class Repository(Facade):
         nearest: bool = False,
     ) -> Any:
         """A state's tree: nested containers of tensors, with every byte checked. The caller owns
-        the tensors.
+        the tensors. ``datastates.load`` takes a path such as ``runs/main~3`` instead, and needs no
+        open repository.
 
         Tensors from disk are memory-mapped privately: writing to them never changes the pack.
 

@@ -216,6 +216,17 @@ def test_what_is_pinned_fits_the_cuda_that_comes_with_torch() -> None:
     assert f"cu{built_for}" in re.split(r"[\[\],]", dev)
 
 
+def test_the_version_is_the_one_of_the_changelog() -> None:
+    heading = next(
+        line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")
+    )
+    assert heading.split()[1] == read_project()["project"]["version"]
+
+
+def test_no_bound_lets_pip_replace_a_torch_that_is_installed() -> None:
+    assert "torch" in read_project()["project"]["dependencies"]
+
+
 def test_every_dependency_is_pinned() -> None:
     project = read_project()["project"]
     pinned = {
@@ -379,7 +390,8 @@ def test_installed_terminal_works(python: Path, tmp_path: Path) -> None:
     script = python.parent / "datastates"
 
     assert "doctor" in run(script, "--help", cwd=tmp_path)
-    assert run(script, "--version", cwd=tmp_path) == "datastates 0.1.0\n"
+    version = read_project()["project"]["version"]
+    assert run(script, "--version", cwd=tmp_path) == f"datastates {version}\n"
     assert json.loads(run(script, "--repo", "runs", "init", "--json", cwd=tmp_path))["root"] == str(
         tmp_path / "runs"
     )
@@ -387,7 +399,7 @@ def test_installed_terminal_works(python: Path, tmp_path: Path) -> None:
         check["name"]
         for check in json.loads(run(script, "doctor", "--json", cwd=tmp_path))["checks"]
     }
-    assert run(python, "-m", "datastates", "--version", cwd=tmp_path) == "datastates 0.1.0\n"
+    assert run(python, "-m", "datastates", "--version", cwd=tmp_path) == f"datastates {version}\n"
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from datastates.errors import DatastatesError, Unavailable
+from datastates.errors import DatastatesError, Unavailable, Unsupported
 from datastates.lineage import Database
 from datastates.lineage.views.text import plural, size_text
 from datastates.maintenance.location import Location, check_whole
@@ -210,6 +210,11 @@ def _torch() -> Iterator[Check]:
         return
     from datastates.system import devices  # it imports torch
 
+    try:
+        devices.check_torch()
+    except Unsupported as error:
+        yield Check("torch", Verdict.FAILED, *str(error).split(": ", 1))
+        return
     yield Check("torch", Verdict.OK, f"{torch.__version__}, {torch.get_num_threads()} threads")
     library = devices.built_for()
     if found := devices.names():

@@ -235,6 +235,10 @@ def load(
     """The object that was saved, or the tree of any other state, as ``torch.load`` reads it from a
     file. Each byte is checked.
 
+    ``rev`` is a path or a URL, which ends with the revision: ``runs/main~1`` is ``main~1`` of the
+    repository in ``runs``. The repository is opened and closed. ``Repository.load`` takes only the
+    revision, because its repository is open. It maps tensors from disk and can read parts.
+
         datastates.save({"model": model.state_dict()}, "saved/main")
         model.load_state_dict(datastates.load("saved/main")["model"])
 

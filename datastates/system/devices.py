@@ -25,7 +25,26 @@ from typing import Any, Protocol
 
 import torch
 
+from datastates.errors import Unsupported
+
 HANDLE_BYTES = 64
+
+LEAST_TORCH = (2, 6)
+
+
+def check_torch() -> None:
+    """Check the version of torch. The package has no bound for it, because pip would then replace
+    a build that the user chose.
+
+    :raises Unsupported: torch is too old.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        raise Unsupported(
+            f"torch {torch.__version__} is installed, and datastates needs {least} or newer:"
+            f" pip install 'torch>={least}', from the index of your build"
+        )
+
 
 _LAZY_PEER_ACCESS = 1
 """``cudaIpcMemLazyEnablePeerAccess``, the only value that there is."""

@@ -7,11 +7,14 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import datastates
+from datastates.errors import Unsupported
 from datastates.system import devices as driver
 from datastates.system import devices as seam
 from datastates.system.devices import Memory, devices
@@ -169,3 +172,19 @@ def test_a_torch_that_says_by_an_error_that_it_has_none_has_none(
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)
     assert (devices().kind, devices().in_use(), seam.names()) == ("", [], [])
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old"),
+    [("2.5.1+cpu", True), ("1.13.0", True), ("2.6.0", False), ("2.10.0a0+git", False)],
+)
+def test_a_torch_that_is_too_old_is_refused_with_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, is_old: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    if is_old:
+        with pytest.raises(Unsupported, match=r"pip install 'torch>=2\.6'"):
+            datastates.open(tmp_path)
+        assert not any(tmp_path.iterdir())
+    else:
+        seam.check_torch()
