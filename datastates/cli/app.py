@@ -545,7 +545,7 @@ def _begin(
         ),
     ] = False,
 ) -> None:
-    """The lineage of a training: every state that was captured, by name, by metric, by ancestry."""
+    """Checkpoints of trainings with their history: states, branches, tags, metrics."""
     context.obj = Globals(repo, packs, as_json)
 
 

@@ -338,10 +338,10 @@ def blame(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which state last changed each tensor, along first parents; where bytes are gone, between
-    which states it was.
+    """Show which state last changed each tensor, along first parents.
 
-    It compares digests, and reads bytes only where small tensors share what changed.
+    It compares digests, and reads bytes only where small tensors share a changed chunk. If the
+    bytes of states are gone, it shows between which states a tensor changed.
     """
     shell = Shell(context, repo, as_json)
     with (
@@ -599,8 +599,7 @@ def cadence(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how often states became durable and why, what that cost, and what each computed cadence
-    would choose."""
+    """Show how often states became durable, at which cost, and what cadences would choose."""
     from datastates.policy.computed import CheckFreq, TwoLevel
     from datastates.policy.text import advise
 

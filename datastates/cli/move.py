@@ -362,10 +362,9 @@ def import_states(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Import the states of a folder that `export` wrote, and make them durable. States that no tag
-    names get the tag import/UID.
+    """Import the states of a folder that `export` wrote, and make them durable.
 
-    A repository that does not exist is made.
+    States that no tag names get the tag import/UID. A repository that does not exist is made.
 
     With --pattern, a folder of checkpoints of torch.save, safetensors, Hugging Face or
     torch.distributed.checkpoint becomes a branch.

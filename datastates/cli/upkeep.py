@@ -51,8 +51,9 @@ def gc(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Free disk space: delete what crashes and evictions left, rewrite packs most of whose bytes no
-    state needs. Trainings may continue."""
+    """Free disk space: delete what crashes and evictions left, and rewrite sparse packs.
+
+    A pack is sparse if no state needs most of its bytes. Trainings may continue."""
     shell = Shell(context, repo, as_json)
     if tier is not None:
         from datastates.maintenance.further import orphans
@@ -116,8 +117,7 @@ def verify(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a state, or of all states in the folder of packs, and check it against
-    its digests."""
+    """Read every byte of a state, or of all states, and check it against its digests."""
     shell = Shell(context, repo, as_json)
     if rev is None:
         return _verify_all(shell, since, limit)
@@ -347,8 +347,9 @@ def du(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each branch, or each state of one, takes on disk: what dropping it would free,
-    and what others need as well."""
+    """Show what each branch takes on disk, or each state of one branch.
+
+    It is the bytes that dropping it would free, and those that others need as well."""
     from datastates.maintenance.retention_pass import usage
 
     shell = Shell(context, repo, as_json)
@@ -394,11 +395,10 @@ def prune(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop the bytes of states that a policy does not keep; they stay in the lineage. Trainings may
-    continue.
+    """Drop the bytes of states that a policy does not keep. The states stay in the lineage.
 
-    Every policy keeps these: states that names lead to, the newest durable state of each branch,
-    and where branches forked.
+    Trainings may continue. Every policy keeps these: states that names lead to, the newest durable
+    state of each branch, and where branches forked.
     """
     shell = Shell(context, repo, as_json)
     with (
