@@ -498,8 +498,8 @@ def translate(error: Exception, where: str, *, was_there: bool = False) -> Datas
         )
     if "not a database" in lower:
         return InvalidInput(
-            f"{where} is not a datastates database: the file holds something else; `datastates"
-            " reindex --replace` rebuilds one"
+            f"{where} is not a datastates database: the file holds something else;"
+            " `datastates repair --lineage --replace` rebuilds one"
         )
     if "malformed" in lower:
         return Corrupt(

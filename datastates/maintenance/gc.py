@@ -96,10 +96,10 @@ def gc(
         more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
         left.append(
             f"state {kept[0]}{more} in {core.home.path}, which this lineage does"
-            " not know: newer than a database that was brought back from a copy (`datastates"
-            " reindex --replace` takes them in), or of a process that died before it recorded them"
-            " (`datastates gc --unknown` deletes what the backup of the lineage does not know"
-            " either)"
+            " not know: newer than a database that was brought back from a copy"
+            " (`datastates repair --lineage --replace` takes them in), or of a process that died"
+            " before it recorded them (`datastates gc --unknown` deletes what the backup of the"
+            " lineage does not know either)"
         )
     if is_dry_run:
         states = [*leftovers, *unknown]

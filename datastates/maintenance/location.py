@@ -119,8 +119,9 @@ def check_whole(location: Location) -> None:
         raise NotFound(
             f"{location.packs} holds {plural(count, 'state')}, but their lineage,"
             f" {location.root}/{DATABASE}, is {'empty' if is_empty else 'gone'}: bring it back from"
-            " a copy, rebuild it from the packs by `datastates"
-            f" reindex{' --replace' if is_empty else ''}`, or begin again in another folder"
+            " a copy, rebuild it from the packs by"
+            f" `datastates repair --lineage{' --replace' if is_empty else ''}`, or begin again in"
+            " another folder"
             " (`datastates import` takes in a bundle)"
         )
 

@@ -1,4 +1,4 @@
-"""``verify`` of everything, ``repair``, ``gc`` and ``reindex`` in the terminal: what they say,
+"""``verify`` of everything, ``repair``, ``repair --lineage`` and ``gc`` in the terminal: what they say,
 and how they end."""
 
 from __future__ import annotations

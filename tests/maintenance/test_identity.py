@@ -269,7 +269,7 @@ def test_a_second_lineage_is_refused_in_the_folder_of_the_first(tmp_path: Path) 
             datastates.open(tmp_path / "other", packs=packs)
         assert sorted(packs.iterdir()) == before
     with datastates.open(tmp_path / "other") as other:
-        for text_ in (owner, uid_of(other.core.database), str(packs), "packs=", "reindex"):
+        for text_ in (owner, uid_of(other.core.database), str(packs), "packs=", "repair --lineage"):
             assert text_ in str(caught.value), text_
     with datastates.open(tmp_path / "runs") as repo:
         assert uid_of(repo.core.database) == owner
@@ -403,7 +403,7 @@ def test_packs_whose_lineage_is_an_empty_file_are_mentioned(tmp_path: Path) -> N
     with pytest.raises(
         NotFound,
         match=(
-            rf"holds 1 state, but their lineage, {tmp_path}/lineage.db, is empty.*reindex"
+            rf"holds 1 state, but their lineage, {tmp_path}/lineage.db, is empty.*repair --lineage --replace"
             r" --replace`"
         ),
     ):
