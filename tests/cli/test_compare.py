@@ -74,7 +74,7 @@ def test_where_each_can_be_restored_is_said(folder: Path) -> None:
 
 def test_json_has_what_the_api_has(folder: Path) -> None:
     found = json.loads(call(folder, "a", "b", "a", "--json").stdout)
-    assert [each["rev"] for each in found["states"]] == ["a", "b"]
+    assert [each["rev"] for each in found["states"]] == ["a", "b", "a"]
     assert found["config"][0] == {
         "key": "lr",
         "values": [0.1, 0.01, 0.1],
