@@ -1,18 +1,31 @@
 """Samples as small pictures: of arrays, drawn by matplotlib; or of images that are encoded
-already."""
+already. Further, the pictures and small files that are captured with a state."""
 
 from __future__ import annotations
 
 import io
+import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from .errors import InvalidInput, Unsupported
+from . import values
+from .errors import Corrupt, InvalidInput, Unsupported
+from .state.adapters import FILES
+from .state.encoding import decode_values
+from .state.geometry import bytes_of, rebuild
+from .state.skeleton import carve, decode_skeleton
+from .state.tree import unflatten
+from .storage.reading import read_flat, specs_of
+from .system.files import read_regular
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from .storage.tier import Reader
 
 MOST_BYTES = 1 << 20
 """The largest image that is kept or served."""
@@ -125,3 +138,109 @@ def array_of(found: object, index: int) -> NDArray[np.float64]:
             " w], or [n] for a curve"
         )
     return np.clip(array, 0.0, 1.0) if array.ndim == 3 else array
+
+
+# Files that are captured with a state. They are tensors of bytes in its tree. Therefore its digest
+# covers them, and every copy of the state has them.
+
+
+FILES_BYTES = 4 << 20
+"""The most bytes that the files of one state have together."""
+
+MOST_FILES = 32
+
+_NAME = re.compile(r"\w(?:[\w .,+=@()-]{0,98}[\w)])?")
+
+
+def files_to_capture(given: object) -> dict[str, Tensor]:
+    """The files of ``capture(files=…)`` as bytes, by name. Figures are drawn, and paths are read.
+
+    A name without a suffix gets that of the path, or ``.png`` for a figure.
+
+    :raises InvalidInput: a name, a figure or a path cannot be used, or the files are too large.
+    """
+    if given is None:
+        return {}
+    files: dict[str, Tensor] = {}
+    for key, found in values.named(given, "files").items():
+        what = f"files[{values.shown(key)}]"
+        content, suffix = _content(found, what)
+        name = key if "." in key else key + suffix
+        if _NAME.fullmatch(name) is None or name in files:
+            raise InvalidInput(
+                f"{what} cannot be called {values.shown(name)}: give each file another name of up"
+                " to 100 letters, digits, spaces and .,+=@()_-, without a path"
+            )
+        files[name] = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if content
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
+    size = sum(file.numel() for file in files.values())
+    if size > FILES_BYTES or len(files) > MOST_FILES:
+        raise InvalidInput(
+            f"{len(files)} files have {size:,} bytes: a state holds at most {MOST_FILES} files of"
+            f" {FILES_BYTES:,} bytes together; draw smaller figures, or store a path as attribute"
+        )
+    return files
+
+
+def _content(found: object, what: str) -> tuple[bytes, str]:
+    """The bytes of a file, and the suffix for a name that has none."""
+    if isinstance(found, bytes):
+        return found, ""
+    draw_into = values.attribute(found, "savefig")
+    if callable(draw_into):
+        drawn = io.BytesIO()
+        try:
+            draw_into(drawn, format="png")
+        except Exception as exc:  # the figure's own code may raise anything
+            raise InvalidInput(f"{what} cannot be drawn ({type(exc).__name__}: {exc})") from exc
+        return drawn.getvalue(), ".png"
+    if not isinstance(found, str | os.PathLike):
+        raise InvalidInput(
+            f"{what} is {values.shown(found)}: give the path of a file, a figure of matplotlib, or"
+            " bytes"
+        )
+    path = values.path(found, what)
+    try:
+        content = read_regular(os.path.realpath(path), most=FILES_BYTES)
+    except (OSError, Corrupt) as exc:
+        raise InvalidInput(
+            f"{what} cannot be read ({exc}): give the path of a file of at most {FILES_BYTES:,}"
+            " bytes"
+        ) from exc
+    return content, os.path.splitext(path)[1]
+
+
+def files_of(reader: Reader) -> dict[str, bytes]:
+    """The files of an open state, by name. Nothing else of the state is read.
+
+    :raises Corrupt: a chunk fails its digest, or there is something else in place of the files.
+    """
+    content, specs = reader.manifest.content, specs_of(reader)
+    carved = carve(content, lambda path: path.partition("/")[0] == FILES)
+    if len(carved.specs) > MOST_FILES or sum(map(bytes_of, carved.specs)) > FILES_BYTES:
+        raise Corrupt("the state has more files, or larger ones, than can be captured")
+    tree = unflatten(
+        decode_skeleton(carved.skeleton),
+        decode_values(carved.values),
+        [
+            rebuild(read_flat(reader, specs[source]), spec)
+            for source, spec in zip(carved.sources, carved.specs, strict=True)
+        ],
+        is_sketch=True,  # objects of other types are not decoded
+    )
+    found = tree.get(FILES, {})
+    if not (isinstance(found, dict) and all(_is_file(*item) for item in found.items())):
+        raise Corrupt("the state has something else in place of its files")
+    # several names may share one tensor
+    if len(found) > MOST_FILES or sum(file.numel() for file in found.values()) > FILES_BYTES:
+        raise Corrupt("the state has more files, or larger ones, than can be captured")
+    return {name: bytes(file.contiguous().numpy().data) for name, file in found.items()}
+
+
+def _is_file(name: object, found: object) -> bool:
+    if not isinstance(name, str) or not isinstance(found, Tensor):
+        return False
+    return _NAME.fullmatch(name) is not None and found.dtype is torch.uint8 and found.dim() == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,13 +38,14 @@ from datastates.lineage.query import names as names_query
 from datastates.lineage.states import Edge, EdgeKind, RefKind, State, StateFacts
 from datastates.lineage.write import record, refs
 from datastates.maintenance.core import Core
+from datastates.state.adapters import FILES
 from datastates.state.digest import chunk_digest, tensors_of
 from datastates.state.geometry import cut, dtype_of, gaps, rebuild
 from datastates.state.manifest import CHUNK_BYTES, Chunk, Content, Manifest, TensorSpec
 from datastates.state.model import FROZEN
 from datastates.state.per_rank import part_of
 from datastates.state.report import Selection, write_tensor
-from datastates.state.skeleton import carve
+from datastates.state.skeleton import Carved, carve, decode_skeleton, paths
 from datastates.storage.reading import read_flat
 from datastates.storage.tier import Reader
 from datastates.system.interrupts import checkpoint, undisturbed
@@ -281,9 +282,8 @@ class Blend:
             self._parents = [self._open(core, state) for state in states]
             selection = Selection(recipe.only)
             is_carved = recipe.rest == "drop" and recipe.only is not None
-            self.carved = carve(
-                self._parents[0].reader.manifest.content,
-                _with_record(selection) if is_carved else None,
+            self.carved = _carved(
+                self._parents[0].reader.manifest.content, selection if is_carved else None
             )
             self._combined = self._choose(selection)
             for other in self._parents[1:]:
@@ -400,7 +400,9 @@ class Blend:
             {
                 spec.path: spec
                 for spec in specs
-                if selection.wants(spec.path) and part_of(spec.path) is None
+                if selection.wants(spec.path)
+                and part_of(spec.path) is None
+                and not spec.path.startswith(f"{FILES}/")
             }
             for specs in (self.carved.specs, other.specs)
         )
@@ -430,8 +432,16 @@ class Blend:
             )
 
 
-def _with_record(selection: Selection) -> Callable[[str], bool]:
-    return lambda path: selection.wants(path) or path.split("/", 1)[0] == FROZEN
+def _carved(content: Content, selection: Selection | None) -> Carved:
+    """The content of the first parent that the merged state has: what is selected, without the
+    files of the parent."""
+
+    def wants(path: str) -> bool:
+        top = path.split("/", 1)[0]
+        return top != FILES and (selection is None or selection.wants(path) or top == FROZEN)
+
+    tops = {path.split("/", 1)[0] for path in paths(decode_skeleton(content.skeleton).nodes)}
+    return carve(content, None if selection is None and FILES not in tops else wants)
 
 
 def _aligned(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -25,6 +25,7 @@ import torch
 
 from datastates.errors import Conflict, Corrupt, InvalidInput, Unsupported
 from datastates.lineage.states import State
+from datastates.state.adapters import FILES
 from datastates.state.data_position import LOOPS
 from datastates.state.digest import chunk_digest
 from datastates.state.geometry import dtype_of, is_plain
@@ -216,7 +217,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 WRAPPED = "import.wrapped"
 """The attribute of a state with the name under which all of it stands."""
 
-TAKEN = ("rng", LOOPS, MODES)
+TAKEN = ("rng", FILES, LOOPS, MODES)
 """The names under which a training's own parts stand, which are therefore none to track anything
 else by."""
 

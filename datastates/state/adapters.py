@@ -58,6 +58,10 @@ IN_BACKWARD = "in_backward"
 """The top-level name of optimizers that step during backward:
 ``in_backward/<module>/<parameter>/<index>``."""
 
+FILES = "captured_files"
+"""The top-level name of the files that were captured with a state: ``captured_files/<name>``, as
+bytes."""
+
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, int, float, str, bool, bytes, type(None)})
 _CODE = (
     types.FunctionType,

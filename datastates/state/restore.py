@@ -17,7 +17,16 @@ from torch.optim import Optimizer
 from datastates.errors import InvalidInput
 
 from . import in_place
-from .adapters import GRADIENTS, IN_BACKWARD, Adapted, has_state, holds_state, is_replaced, parts
+from .adapters import (
+    FILES,
+    GRADIENTS,
+    IN_BACKWARD,
+    Adapted,
+    has_state,
+    holds_state,
+    is_replaced,
+    parts,
+)
 from .data_position import LOOPS
 from .generators import RngState, is_generator, kind_of, load_generator, state_of
 from .geometry import are_alike
@@ -38,7 +47,7 @@ from .report import (
 )
 from .tree import join
 
-_RECORDS = (FROZEN, GRADIENTS, LOOPS, MODES)
+_RECORDS = (FILES, FROZEN, GRADIENTS, LOOPS, MODES)
 _path = partial(join, "")
 
 

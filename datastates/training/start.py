@@ -41,7 +41,7 @@ from datastates.maintenance.retention_pass import KEY
 from datastates.policy.computed import mtbf_of
 from datastates.policy.contract import Policy
 from datastates.policy.retention import Retention, retention_of
-from datastates.state.adapters import IN_BACKWARD
+from datastates.state.adapters import FILES, IN_BACKWARD
 from datastates.state.data_position import LOOPS
 from datastates.state.generators import RngState, is_generator
 from datastates.state.model import FROZEN, MODES
@@ -536,6 +536,7 @@ def tracked_objects(objects: Mapping[str, object], *, rng: RngSource) -> dict[st
         LOOPS: "the place of run.epochs and run.steps",
         MODES: "the train and eval modes of modules",
         FROZEN: "the record of what frozen=False leaves out",
+        FILES: "the files of capture(files=…)",
         OWN_BUFFERS: "the buffers that each rank has of its own",
     }
     for name in taken.keys() & tracked.keys():

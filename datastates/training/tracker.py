@@ -27,6 +27,7 @@ from datastates.state.per_rank import mark_per_rank
 from datastates.state.report import RestoreReport
 from datastates.state.tree import flatten
 from datastates.system.interrupts import undisturbed
+from datastates.thumbnails import files_to_capture
 from datastates.values import Value
 
 from .training import Training
@@ -325,6 +326,7 @@ class Tracker:
         step: int | None = None,
         message: str | None = None,
         attributes: Mapping[str, Value] | None = None,
+        files: Mapping[str, object] | None = None,
     ) -> Capture:
         """Take a state of everything tracked, as it is now; returns at once.
 
@@ -345,6 +347,11 @@ class Tracker:
         :param step: the step to record. None takes the counted one.
         :param message: a text for people.
         :param attributes: plain values to search by.
+        :param files: pictures and small files by name, 4 MiB together: each is the path of a file,
+            a figure of matplotlib, or bytes. They are read and drawn before this returns. They are
+            part of the state and its digest. A restore leaves them out, ``repo.load`` has them
+            under ``captured_files`` as bytes, and the page shows them. Of several ranks, rank 0's
+            are shown.
         :raises InvalidInput: an argument cannot be recorded; names it.
         :raises DatastatesError: (or another error) an earlier capture could not be recorded in the
             background; this one was not taken.
@@ -356,8 +363,9 @@ class Tracker:
         """
         halt = self._training.halt
         halt.check()
+        drawn = files_to_capture(files)
         with undisturbed():
-            capture = self._capture(metrics, step, message, attributes)
+            capture = self._capture(metrics, step, message, attributes, drawn)
         if halt.count():
             capture.wait("durable")
             halt.end(self.step)
@@ -381,6 +389,7 @@ class Tracker:
         step: int | None,
         message: str | None,
         attributes: Mapping[str, Value] | None,
+        files: Mapping[str, torch.Tensor],
     ) -> Capture:
         began, training = time.monotonic(), self._training
         training.check_usable()
@@ -416,25 +425,30 @@ class Tracker:
             world_size=line.size,
         )
         try:
-            return self._take(facts, noted.late, began, updates)
+            return self._take(facts, noted.late, files, began, updates)
         except BaseException as exc:
             self._runner.skip(line, facts, Why.FAILED, str(exc) or repr(exc))
             raise
 
     def _take(
-        self, facts: StateFacts, late: Mapping[str, torch.Tensor], began: float, updates: int | None
+        self,
+        facts: StateFacts,
+        late: Mapping[str, torch.Tensor],
+        files: Mapping[str, torch.Tensor],
+        began: float,
+        updates: int | None,
     ) -> Capture:
-        """The capture of a state with these facts; ``began`` is when it started. ``updates``: as
-        in ``StagedCapture``."""
+        """The capture of a state with these facts and files; ``began`` is when it started.
+        ``updates``: as in ``StagedCapture``."""
         training, uid = self._training, facts.uid
         training.raise_background_error()
         training.apply_edits()
         training.script_checks.look(training.kept)
         training.note_capture()
-        flat = flatten(training.tree(), training.known(), training.adapted.lasting)
+        flat = flatten(training.tree(files), training.known(), training.adapted.lasting)
         if in_place.is_any():
             in_place.check(leaf.tensor for leaf in flat.tensors)
-        plan = training.plan_for(flat)
+        plan = training.plan_for(flat, has_files=bool(files))
         plan.refuse_recording()
         arriving = LateNumbers.of(late, flat)
         progress = Progress(uid)

@@ -43,7 +43,15 @@ from datastates.maintenance.loading import load, load_values, restore
 from datastates.maintenance.retention_pass import bests_at, bests_of
 from datastates.policy.contract import CadenceChoice, Policy
 from datastates.policy.retention import Best
-from datastates.state.adapters import GRADIENTS, Adapted, add_groups, divided, parts, put_back
+from datastates.state.adapters import (
+    FILES,
+    GRADIENTS,
+    Adapted,
+    add_groups,
+    divided,
+    parts,
+    put_back,
+)
 from datastates.state.data_position import LOOPS, Loops
 from datastates.state.generators import RngState
 from datastates.state.geometry import is_spread
@@ -71,6 +79,8 @@ from .halt import HaltWatch
 from .script_checks import ScriptChecks
 
 if TYPE_CHECKING:
+    import torch
+
     from datastates.engine.runner import Runner
     from datastates.lineage.database import Database
     from datastates.lineage.session import Session
@@ -368,8 +378,8 @@ class Training:
 
     # --- for a capture ----------------------------------------------------------------------------
 
-    def tree(self) -> dict[str, object]:
-        """Everything that a capture holds, as it is now.
+    def tree(self, files: Mapping[str, torch.Tensor]) -> dict[str, object]:
+        """Everything that a capture holds, as it is now, with its files.
 
         With several ranks, the objects that are each rank's own are marked as such."""
         own = None if self.line.part is None else self.own
@@ -379,7 +389,9 @@ class Training:
         in_eval = "\n".join(filter(None, (model.in_eval() for _, model in self.adapted.models())))
         if in_eval or own is not None:
             tree[MODES] = in_eval
-        return tree if own is None else mark_per_rank(tree, {*own, LOOPS})
+        if files or own is not None:
+            tree[FILES] = dict(files)
+        return tree if own is None else mark_per_rank(tree, {*own, LOOPS, FILES})
 
     def known(self) -> Flat | None:
         """The leaves of the last capture, if the next one can be expected to have the same; else
@@ -394,9 +406,9 @@ class Training:
             *(model.references for _, model in self.adapted.models()),
         ]
 
-    def plan_for(self, flat: Flat) -> CopyPlan:
+    def plan_for(self, flat: Flat, *, has_files: bool = False) -> CopyPlan:
         """The plan by which these leaves are copied; the last plan again if their layout is
-        unchanged."""
+        unchanged. A plan with files is for one capture: the next one uses the last plan again."""
         if self._plan is not None and self._plan.refresh(flat):
             return self._plan
         self.fence()
@@ -404,7 +416,7 @@ class Training:
         part = self.line.part
         if part is not None:
             _refuse_gradients(flat)
-        self._plan = compile_plan(
+        plan = compile_plan(
             flat,
             rank=0 if part is None else part.rank,
             size=1 if part is None else part.size,
@@ -414,7 +426,9 @@ class Training:
             eager_paths=self.line.edits.paths,
             members=self.ranks.group.members,
         )
-        return self._plan
+        if not has_files:
+            self._plan = plan
+        return plan
 
     def updates(self) -> int:
         """The most steps that a tracked optimizer has taken since ``track`` or ``go_back``, of

@@ -36,7 +36,7 @@ def stored(training: Training) -> dict[str, list[tuple[int, ...]]]:
     """The shapes of what this rank stores of each tensor."""
     return {
         spec.path: [shard.shape for shard in spec.shards]
-        for spec in training.plan_for(flatten(training.tree())).specs
+        for spec in training.plan_for(flatten(training.tree({}))).specs
     }
 
 
