@@ -490,7 +490,8 @@ class Facade:
             for branch in repo.overview(sort="best"):
                 print(branch.name, branch.states, branch.best)
 
-        :param query: a condition, as in ``find``, that must hold for a branch's newest state.
+        :param query: a search, as in ``find``, that must find a branch's newest state. If it has an
+            order, that is used instead of ``sort``.
         :param metric: the metric that ``last``, ``best`` and ``line`` show; None: a validation
             metric if there is one, else the most relevant one.
         :param sort: ``changed``, ``name``, ``began``, ``best``, ``last``, ``step``, ``states``,

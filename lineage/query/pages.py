@@ -330,6 +330,12 @@ def _after(keys: Sequence[_Key], last: Sequence[_Scalar]) -> ColumnElement[bool]
     return and_(keys[0].later(last[0], or_same=True), or_(*later))
 
 
+def sorting(query: Query, dialect: str) -> list[ColumnElement[Any]]:
+    """What to sort states by, for all that a query finds at once: its order, and then the id."""
+    keys = [*_keys(query.order, dialect), _Key(STATE.c.id, _tie(query), False, BigInteger)]
+    return [part for key in keys for part in key.sort()]
+
+
 # Plans
 
 

@@ -116,7 +116,8 @@ class Branch:
     parents. ``config`` is the difference between the configuration of its newest run and that
     of the run that captured its fork; for a root it is all of the configuration. ``began_at``
     is when its first own state was captured, ``changed_at`` when its newest one was;
-    ``steps_per_s`` is measured over the latest captures of its newest run. ``ending`` is how
+    ``steps_per_s`` is measured over the latest captures of its newest run. ``settings``
+    has its values of those settings in which the listed branches differ. ``ending`` is how
     that run ended; None if it is running, as far as is known. ``lost_step`` is the newest step
     that was lost with a process that died: the branch went back from there.
     """
@@ -147,6 +148,7 @@ class Branch:
     group: Value = None
     ending: Ending | None = None
     lost_step: int | None = None
+    settings: Mapping[str, Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -750,18 +752,18 @@ def line_of(session: Session, row: Row, metric: str | None, points: int, drawn: 
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most ``most`` (at least 4) of some points: the ends, and the least and the greatest of
-    each of equally large stretches."""
+    """At most ``most`` (at least 5) of some points: the ends, and the least and the greatest of
+    each of equally large stretches. The first point of a stretch that is not finite is kept too."""
     if len(points) <= most:
         return list(points)
-    stretches = (most - 2) // 2
+    is_finite = [math.isfinite(value) for _, value in points]
+    stretches = (most - 2) // (2 if all(is_finite) else 3)
     kept = {0, len(points) - 1}
     for number in range(stretches):
         places = range(number * len(points) // stretches, (number + 1) * len(points) // stretches)
-        finite = [place for place in places if math.isfinite(points[place][1])]
+        finite = [place for place in places if is_finite[place]]
         if finite:
             kept.add(min(finite, key=lambda place: points[place][1]))
             kept.add(max(finite, key=lambda place: points[place][1]))
-        else:
-            kept.add(places[0])
+        kept.update(next(([place] for place in places if not is_finite[place]), []))
     return [points[place] for place in sorted(kept)]

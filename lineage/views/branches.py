@@ -14,7 +14,7 @@ from datetime import datetime
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, ColumnElement, bindparam, func, select
+from sqlalchemy import BigInteger, ColumnElement, bindparam, func, select, true
 
 from datastates.errors import InvalidInput
 from datastates.lineage import lookup
@@ -24,6 +24,7 @@ from datastates.lineage.query.curves import lost_parts
 from datastates.lineage.query.fields import resolve_names
 from datastates.lineage.query.grammar import parse_query
 from datastates.lineage.query.names import REFS, to_ref
+from datastates.lineage.query.pages import sorting
 from datastates.lineage.schema import (
     ATTRIBUTE,
     METRIC,
@@ -58,6 +59,7 @@ from .branch_rows import (
     Lines,
     Living,
     Origin,
+    Place,
     Point,
     Row,
     Setting,
@@ -146,7 +148,8 @@ def branches(
 ) -> Branches:
     """The branches that match the request.
 
-    :param query: a condition, as for states; it must hold of a branch's newest state.
+    :param query: a search, as for states; it must find a branch's newest state. If it has an order,
+        that is used instead of ``sort``.
     :param name: a part of the names of the branches.
     :param names: the names of the branches; None: any.
     :param metric: the metric of ``last``, ``best`` and ``line``; None: the metric in ``query``,
@@ -170,11 +173,11 @@ def branches(
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one branch")
     keys = by_relevance(metrics_of(session))
-    wanted = heads_where(session, query, now) if query.strip() else None
+    found = heads_where(session, query, now) if query.strip() else None
 
     def matches(row: Row) -> bool:
         is_named = name in row.name and (names is None or row.name in names)
-        return is_named and (wanted is None or row.head_id in wanted)
+        return is_named and (found is None or row.head_id in found.places)
 
     given = direction
     for key in _metrics_to_try(session, metric, query, keys):
@@ -195,9 +198,20 @@ def branches(
         query, name, None if names is None else sorted(names), metric, direction, sort, group
     )
     placed = sorted(
-        ((place_of(row, by, direction, is_reversed=is_reversed), row) for row in rows),
+        (
+            (
+                found.place_of(row)
+                if found is not None and found.is_ordered
+                else place_of(row, by, direction, is_reversed=is_reversed),
+                row,
+            )
+            for row in rows
+        ),
         key=itemgetter(0),
     )
+    if found is not None:
+        placed = placed[: found.limit]
+        rows = [row for _, row in placed]
     if after is not None:
         last = read_cursor(request, after)
         placed = [pair for pair in placed if pair[0] > last]
@@ -234,26 +248,37 @@ def _metrics_to_try(
     return list(dict.fromkeys(found)) or [None]
 
 
-def heads_where(session: Session, query: str, now: datetime | None = None) -> set[int]:
-    """The row ids of the newest states of branches for which a condition holds.
+@dataclass(frozen=True, slots=True)
+class FoundHeads:
+    """The newest states of branches that a search finds: the place of each in its order, by row id.
+
+    ``limit`` is how many branches the search asks for; None: all."""
+
+    places: Mapping[int, int]
+    is_ordered: bool
+    limit: int | None
+
+    def place_of(self, row: Row) -> Place:
+        """The place of a branch in the order of the search, within its group."""
+        name = tuple(map(ord, row.name))
+        return place_of_group(row.group), 0, float(self.places[row.head_id]), name
+
+
+def heads_where(session: Session, query: str, now: datetime | None = None) -> FoundHeads:
+    """The newest states of branches that a search finds.
 
     :raises SyntaxProblem: the query does not parse.
-    :raises InvalidInput: it orders or limits.
     """
     parsed = resolve_names(session, parse_query(query), query)
-    if parsed.order or parsed.limit is not None:
-        raise InvalidInput(
-            f"{query!r} orders or limits: branches are chosen by a condition alone, and sorted by"
-            " 'sort'"
-        )
-    if parsed.condition is None:
-        return set(session.execute(_HEADS).scalars())
     scope = Scope(session, to_us(now), query)
-    return set(
-        session.execute(
-            select(STATE.c.id).where(STATE.c.id.in_(_HEADS), condition(parsed.condition, scope))
-        ).scalars()
-    )
+    where = true() if parsed.condition is None else condition(parsed.condition, scope)
+    ids = session.execute(
+        select(STATE.c.id)
+        .where(STATE.c.id.in_(_HEADS), where)
+        .order_by(*sorting(parsed, scope.dialect))
+    ).scalars()
+    places = {id_: place for place, id_ in enumerate(ids)}
+    return FoundHeads(places, bool(parsed.order), parsed.limit)
 
 
 def _groups(rows: Sequence[Row], direction: Direction) -> tuple[Group, ...]:
@@ -314,6 +339,7 @@ def _described(
     lost = lost_parts(session, {row.name: row.head_id for row in rows})
     done = set(session.execute(_FINISHED).all())
     died = runs.died(session, {run.process for run in known.values() if run.process is not None})
+    differing = varying([configs[row.run_id] for row in rows if row.run_id in configs])
     made = []
     for row in rows:
         run = known.get(row.run_id or 0)
@@ -354,6 +380,11 @@ def _described(
                 group=row.group,
                 ending=ending,
                 lost_step=lost[row.name][-1].step if row.name in lost else None,
+                settings={
+                    key: value
+                    for key, value in configs.get(row.run_id or 0, {}).items()
+                    if key in differing
+                },
             )
         )
     return tuple(made)
@@ -397,6 +428,23 @@ def _differences(configs: Mapping[int, Mapping[str, Value]], row: Row) -> tuple[
         for key in keys
         if (key in ours) != (key in theirs) or not is_same(ours[key], theirs[key])
     )
+
+
+def varying(configs: Sequence[Mapping[str, Value]]) -> set[str]:
+    """The settings in which some configurations differ. ``optimizer.lr`` is left out if ``lr`` has
+    the same values."""
+    keys = {key for config in configs for key in config if not key.startswith("datastates.")}
+    values = {key: [config.get(key) for config in configs] for key in keys}
+
+    def is_shorter(key: str) -> bool:
+        _, dot, leaf = key.rpartition(".")
+        return bool(dot) and leaf in values and all(map(is_same, values[key], values[leaf]))
+
+    return {
+        key
+        for key, own in values.items()
+        if not all(is_same(own[0], value) for value in own) and not is_shorter(key)
+    }
 
 
 def is_same(one: Value, other: Value) -> bool:

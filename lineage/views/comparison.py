@@ -266,7 +266,7 @@ class Axis:
 @dataclass(frozen=True, slots=True)
 class Parallels:
     """Branches by settings and metrics. ``matching`` out of ``total`` branches match; ``branches``
-    are the first of them, by name.
+    are the first of them, by name or in the order of the search.
 
     Settings come first, those that vary before those that do not; then metrics, the most relevant
     first.
@@ -289,12 +289,12 @@ def parallels(
 ) -> Parallels:
     """The branches that match the request, with an axis for each setting and metric.
 
-    :param query: a condition, as for states; it must hold of a branch's newest state.
+    :param query: a search, as for states; it must find a branch's newest state.
     :param name: a part of the names of the branches.
     :param taken: which value of a metric represents a branch.
     :param limit: the most branches to return.
     :raises SyntaxProblem: the query does not parse; the error points at the column.
-    :raises InvalidInput: it orders or limits, or ``limit`` is out of bounds.
+    :raises InvalidInput: ``limit`` is out of bounds.
     """
     if not 1 <= limit <= MOST_LINES:
         raise InvalidInput(
@@ -305,8 +305,11 @@ def parallels(
     total = len(rows)
     rows = [row for row in rows if name in row.name]
     if query.strip():
-        wanted = heads_where(session, query, now)
-        rows = [row for row in rows if row.id in wanted]
+        found = heads_where(session, query, now)
+        rows = [row for row in rows if row.id in found.places]
+        if found.is_ordered:
+            rows.sort(key=lambda row: found.places[row.id])
+        rows = rows[: found.limit]
     shown = rows[:limit]
     configs = lookup.of_runs(session, [row.run_id for row in shown if row.run_id is not None])
     settings = _settings([configs.get(row.run_id or 0, {}) for row in shown])

@@ -138,7 +138,6 @@ def test_wrong_questions_are_refused(client: TestClient) -> None:
     for wrong, said in (
         ({"sort": "colour"}, "choose among changed"),
         ({"group": "colour"}, "name 'study'"),
-        ({"q": "step > 1 order by step"}, "chosen by a condition alone"),
         ({"after": first["next"], "sort": "name"}, "of another question"),
         ({"after": "!"}, "no cursor"),
         ({"limit": 0}, "greater than or equal to 1"),

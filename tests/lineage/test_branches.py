@@ -16,6 +16,7 @@ from datastates.lineage.states import Life
 from datastates.lineage.views.branch_rows import SORTS, Branch, Line, Lines, Setting, thinned
 from datastates.lineage.views.branches import branches
 from datastates.lineage.views.cards import DARK, LIGHT, colour_of, number_of
+from datastates.lineage.views.comparison import parallels
 from datastates.lineage.views.text import Direction, direction_of
 from datastates.lineage.write import record, refs, runs
 from tests.lineage.conftest import Grow, on_one_database
@@ -167,14 +168,58 @@ def test_a_condition_is_one_on_the_newest_state(database: Database, grow: Grow) 
         with pytest.raises(SyntaxProblem):
             branches(session, "metrics.loss <")
         for wrong in (
-            {"query": "order by step"},
-            {"query": "step > 1 limit 2"},
             {"sort": "x"},
             {"group": "step"},
             {"limit": 0},
         ):
             with pytest.raises(InvalidInput):
                 branches(session, **wrong)
+
+
+def test_a_search_orders_branches_by_their_newest_states(database: Database, grow: Grow) -> None:
+    shared = grow(branch="main", count=3, metrics={"loss": 1.0})
+    for name, count, loss in (("b", 2, 0.1), ("a", 1, 5.0), ("c", 3, math.nan)):
+        grow(
+            shared, branch=name, count=count, metrics={"loss": loss}, attributes={"of": name < "c"}
+        )
+    with database.read() as session:
+
+        def found(query: str, **options: Any) -> list[str]:
+            return [branch.name for branch in branches(session, query, **options)]
+
+        assert found("order by metrics.loss", sort="name") == ["b", "main", "a", "c"]
+        assert found("order by step desc") == ["c", "b", "a", "main"]
+        assert found("step > 3 order by metrics.loss desc limit 2") == ["b", "c"]
+        assert found("limit 2", sort="-name") == ["main", "c"]
+        assert found("order by step", group="attr.of") == ["c", "a", "b", "main"]
+        first = branches(session, "order by metrics.loss limit 3", limit=2)
+        second = branches(session, "order by metrics.loss limit 3", limit=2, after=first.next)
+        assert (first.matching, first.total, second.next) == (3, 4, None)
+        assert [branch.name for branch in (*first, *second)] == ["b", "main", "a"]
+        assert [
+            one.branch for one in parallels(session, "order by metrics.loss limit 3").branches
+        ] == ["b", "main", "a"]
+
+
+def test_branches_have_the_settings_in_which_they_differ(database: Database, grow: Grow) -> None:
+    configs: dict[str, dict[str, Any]] = {
+        "main": {"lr": 0.1, "optimizer.lr": 0.1, "seed": 1, "a": 1, "datastates.x": 1},
+        "fork": {"lr": 0.3, "optimizer.lr": 0.3, "seed": 1, "a": True, "datastates.x": 2},
+        "other": {"lr": 0.3, "optimizer.lr": 0.3, "seed": 1, "a": 1, "extra": "yes"},
+    }
+    for number, (name, config) in enumerate(configs.items()):
+        with database.write() as session:
+            run = Run(f"{number:024x}", "h", "u", 1, (), None, None, config, {}, START, START)
+            runs.start(session, run)
+        grow(branch=name, count=1, run=run.uid)
+    with database.read() as session:
+        found = {branch.name: branch.settings for branch in branches(session)}
+        assert found == {
+            "main": {"a": 1, "lr": 0.1},
+            "fork": {"a": True, "lr": 0.3},
+            "other": {"a": 1, "extra": "yes", "lr": 0.3},
+        }
+        assert [branch.settings for branch in branches(session, names=["main"])] == [{}]
 
 
 def test_a_branch_that_was_made_and_not_trained_has_no_states_of_its_own(
@@ -275,6 +320,7 @@ def test_thinned_curves_keep_their_ends_and_extremes() -> None:
     assert len(found) <= 60
     assert (found[0], found[-1]) == (points[0], points[-1])
     assert {(333, 9.0), (777, -9.0)} <= set(found)
+    assert [number for number, value in found if math.isnan(value)] == [500]
     assert thinned(points[:60], 60) == points[:60]
 
 
