@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from datastates.lineage import lookup
+from datastates.lineage.query import walk
 from datastates.lineage.query.incomplete import Part, parts_of
 from datastates.lineage.query.names import Replica, notes, reflog, replicas_of
 from datastates.lineage.states import (
@@ -55,11 +56,15 @@ class Page(Generic[T]):
 class RepositoryInfo:
     """One of the repositories that a server serves.
 
-    ``scope`` is what the client's token allows: read, write or admin."""
+    ``scope`` is what the client's token allows: read, write or admin. ``location`` and ``packs``
+    are the arguments of ``datastates.open`` on the server's machine. A token that only reads is not
+    told them. ``packs`` is null where ``location`` is a folder."""
 
     name: str
     uid: str
     scope: str
+    location: str | None = None
+    packs: str | None = None
 
 
 # States
@@ -79,7 +84,9 @@ class StateDetail(State):
     the branches to which it and its children belong, by uid: those that captured them.
     ``run_record`` is the training that captured it. ``notes`` are those on the state, newest first.
     ``parts`` has one part for each rank; none if one process captured all of it. ``added`` is the
-    log of the metrics that were added after the capture, newest first.
+    log of the metrics that were added after the capture, newest first. ``nearest`` is the nearest
+    state by steps that can be restored, if the bytes of this one are gone: an ancestor, or a later
+    state of its branch.
     """
 
     refs: tuple[Ref, ...]
@@ -91,6 +98,7 @@ class StateDetail(State):
     notes: tuple[Note, ...] = ()
     parts: tuple[Part, ...] = ()
     added: tuple[RefEvent, ...] = ()
+    nearest: State | None = None
 
 
 def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> StateDetail:
@@ -114,7 +122,15 @@ def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> Sta
         notes=tuple(notes(session, state=uid)),
         added=tuple(reflog(session, uid, before=_EVER)),
         parts=tuple(parts_of(session, uid)) if state.world_size > 1 else (),
+        nearest=None if state.status.is_restorable else _nearest(session, state),
     )
+
+
+def _nearest(session: Session, state: State) -> State | None:
+    earlier = walk.nearest_restorable(session, state.uid)
+    later = next(walk.later_restorable(session, state.uid), None)
+    around = [earlier, None if later is None else lookup.state(session, later)]
+    return min(filter(None, around), key=lambda one: abs(one.step - state.step), default=None)
 
 
 def _fields_of(record: State | Run | Counts) -> dict[str, Any]:
@@ -134,6 +150,16 @@ class TensorInfo:
     bytes: int
     tied_to: str | None = None
     norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file that was captured with a state. ``type`` is a picture's media type by its content, and
+    ``application/octet-stream`` for any other file."""
+
+    name: str
+    bytes: int
+    type: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Payload: the tensors of a state as a file that any safetensors reader opens."""
+"""Payload: the tensors of a state as a file that any safetensors reader opens, and the files that
+were captured with it."""
 
 from __future__ import annotations
 
@@ -6,16 +7,20 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack
 from typing import Annotated
+from urllib.parse import quote
 
-from fastapi import Header, Query, Request, Response
+from fastapi import Header, Path, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from datastates.api.payload import StateFile, Streamed, etag_of, is_known, range_of
+from datastates.api.live import TYPES
+from datastates.api.models import FileInfo, Page
+from datastates.api.payload import StateFile, Streamed, etag_of, is_known, range_of, reply
 from datastates.api.routing import Refusal, Routes, Scope
 from datastates.api.served import Chosen, Served, Uid
-from datastates.errors import DatastatesError
+from datastates.errors import DatastatesError, NotFound
 from datastates.lineage import lookup
 from datastates.lineage.states import State
+from datastates.thumbnails import files_of, media_type
 
 MEDIA_TYPE = "application/octet-stream"
 _logger = logging.getLogger(__name__)
@@ -121,6 +126,66 @@ def payload_head(served: Chosen, uid: Uid, request: Request, only: _Only = None)
             headers=_headers(state, etag, _open(served, state, only, stack).size),
             media_type=MEDIA_TYPE,
         )
+
+
+# The files of a state. Pictures of four formats have their own media type. A browser saves any
+# other file, and shows nothing of it.
+
+
+_STATE_FILE = {type_: {"schema": {"type": "string", "format": "binary"}} for type_ in TYPES}
+
+
+@routes.add(
+    "GET", "/states/{uid}/files", scope=Scope.READ, returns=Page[FileInfo], responses={410: {}}
+)
+def state_files(served: Chosen, uid: Uid, request: Request) -> Response:
+    """The pictures and small files that were captured with a state."""
+    with served.reading() as session:
+        state = lookup.state(session, uid)
+    etag = etag_of("files-1", state.uid, state.digest)
+    if is_known(request, etag):
+        return Response(status_code=304, headers={"ETag": etag})
+    items = tuple(
+        FileInfo(name, len(content), media_type(content) or MEDIA_TYPE)
+        for name, content in _files(served, state).items()
+    )
+    return reply(Page(items, None), etag=etag)
+
+
+@routes.add(
+    "GET",
+    "/states/{uid}/files/{name}",
+    scope=Scope.READ,
+    returns=None,
+    response_class=File,
+    responses={**_ANSWERS, 200: {"description": "The file", "content": {**_FILE, **_STATE_FILE}}},
+)
+def state_file(
+    served: Chosen,
+    uid: Uid,
+    request: Request,
+    name: Annotated[str, Path(min_length=1, max_length=200, description="The file's `name`")],
+) -> Response:
+    """One of these files, to be saved. PNG, JPEG, GIF and WebP have their own type."""
+    with served.reading() as session:
+        state = lookup.state(session, uid)
+    etag = etag_of("file-1", state.uid, state.digest, name)
+    if is_known(request, etag):
+        return Response(status_code=304, headers={"ETag": etag})
+    files = _files(served, state)
+    if name not in files:
+        raise NotFound(f"state {uid} has no file {name!r}: it has {', '.join(files) or 'no files'}")
+    headers = {
+        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}",
+        "Content-Security-Policy": "default-src 'none'; sandbox",
+        "ETag": etag,
+    }
+    return Response(files[name], media_type=media_type(files[name]) or MEDIA_TYPE, headers=headers)
+
+
+def _files(served: Served, state: State) -> dict[str, bytes]:
+    with served.payload_reads.one(), served.core.open_payload(state, verify=True) as reader:
+        return files_of(reader)
 
 
 def _state(served: Served, uid: str, only: list[str] | None) -> tuple[State, str]:

@@ -30,14 +30,14 @@ from datastates.api.served import Chosen, Uid
 from datastates.compare.diff import BINS, MOST_BINS, Diff, Histogram, Scale
 from datastates.compare.diff import diff as compare
 from datastates.compare.diff import histogram as count
-from datastates.errors import InvalidInput
+from datastates.errors import InvalidInput, NotFound
 from datastates.lineage import lookup
 from datastates.lineage.query import pages, revision
 from datastates.lineage.query.curves import Axis, lost_parts, metrics_version
 from datastates.lineage.query.fields import check_names
 from datastates.lineage.states import State
 from datastates.lineage.views import branch_rows, branches, comparison
-from datastates.lineage.views.branch_rows import Branches
+from datastates.lineage.views.branch_rows import Branch, Branches
 from datastates.lineage.views.branches import groups_of, runs_of
 from datastates.lineage.views.comparison import Comparison, Parallels, Taken
 from datastates.lineage.views.detail import first_parents
@@ -57,7 +57,7 @@ def list_branches(
         str,
         Query(
             max_length=4000,
-            description="A condition of a search; it must hold of a branch's newest state",
+            description="A search; it must find a branch's newest state",
         ),
     ] = "",
     name: Annotated[
@@ -120,6 +120,40 @@ def list_branches(
     return reply(found, request=request, fields=fields, etag=True)
 
 
+@branch_routes.add("GET", "/branches/{name:path}", scope=Scope.READ, returns=Branch)
+def branch_detail(
+    served: Chosen,
+    request: Request,
+    name: Annotated[
+        str,
+        Path(
+            min_length=1,
+            max_length=200,
+            pattern=r"^[^\x00-\x20\x7f]+$",
+            description="A branch; may have slashes",
+        ),
+    ],
+    metric: Annotated[
+        str | None, Query(min_length=1, max_length=255, description="As for all branches")
+    ] = None,
+    direction: Annotated[Direction | None, Query(description="As for all branches")] = None,
+) -> Response:
+    """One branch, as in the list of all."""
+    living = partial(life_of, home=served.core.home)
+    with served.reading() as session:
+        found = branches.branches(
+            session,
+            names=[name],
+            metric=metric,
+            direction=direction,
+            living=living,
+            drawn=served.lines,
+        )
+    if not found:
+        raise NotFound(f"there is no branch {name!r}: /branches lists those that exist")
+    return reply(found[0], request=request, etag=True)
+
+
 # Comparisons: states side by side, branches by their settings and metrics, and the
 # distribution of a tensor's values.
 
@@ -153,7 +187,7 @@ def list_parallels(
         str,
         Query(
             max_length=4000,
-            description="A condition of a search; it must hold of a branch's newest state",
+            description="A search; it must find a branch's newest state",
         ),
     ] = "",
     name: Annotated[

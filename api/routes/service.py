@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -44,11 +45,19 @@ root = Routes("service", prefix="")
 @service_routes.add("GET", "/repositories", scope=Scope.READ, returns=Page[RepositoryInfo])
 def repositories(request: Request) -> Response:
     """The repositories of this server, and what the client may do with them."""
-    scope = Scope(request.scope["state"]["granted"]).name.lower()
+    granted = Scope(request.scope["state"]["granted"])
+    # without tokens, the server listens to its own machine alone
+    is_told = granted >= Scope.WRITE or not request.scope["state"]["is_known"]
     items = []
     for served in _served(request):
+        location = served.core.location
         with served.core.database.read() as session:
-            items.append(RepositoryInfo(served.name, clones.repository_uid(session), scope))
+            uid = clones.repository_uid(session)
+        info = RepositoryInfo(served.name, uid, granted.name.lower())
+        if is_told:
+            packs = None if location.root else location.bucket or str(location.packs)
+            info = replace(info, location=str(location), packs=packs)
+        items.append(info)
     return reply(Page(tuple(items), None), request=request)
 
 
