@@ -26,6 +26,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 SHOWN: dict[str, tuple[str, str]] = {
     "branches": ("view=branches", "[data-branch]"),
+    "branch": ("view=branch&head=hot", "[data-kept]"),
     "compare": ("view=compare&compare.beside=main,hot", "[data-beside]"),
     "graph": ("view=graph", ".row"),
     "states": ("view=states", ".row"),

@@ -140,8 +140,8 @@ def test_a_point_names_its_branch_and_a_click_opens_it(sweep: Site, page: Page) 
     expect(page.locator(".tip")).to_contain_text(f"{STUDY}/{BEST}")
     page.mouse.down()
     page.mouse.up()
-    expect(page).to_have_url(re.compile("view=graph"))
-    expect(page.locator(".row").first).to_be_visible()
+    expect(page).to_have_url(re.compile("view=branch"))
+    expect(page.locator("[data-panel=branch]").get_by_role("heading", name=BEST)).to_be_visible()
 
 
 def test_the_scatter_plot_has_logarithmic_axes_where_values_are_spaced_so(

@@ -39,7 +39,8 @@ def test_two_trainings_are_seen_while_they_run(
     two.end()
     expect(rows).to_have_count(1)
     rows.get_by_role("button", name="main").click()
-    expect(page.locator(f"#state-{newest}")).to_have_attribute("aria-selected", "true")
+    page.get_by_role("button", name="Newest state", exact=True).click()
+    expect(page.locator("[data-panel=detail] .uid")).to_have_text(newest)
 
 
 def test_bytes_by_tier_and_branch_are_those_of_the_lineage(shared: Site, page: Page) -> None:

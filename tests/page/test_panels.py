@@ -64,7 +64,7 @@ def test_a_fork_names_the_branch_of_each_child_and_a_click_follows_it(
     expect(detail).to_contain_text("3 paths fork here")
     child = detail.locator(".kin dd > div", has_text="no-dropout")
     expect(child).to_have_count(1)
-    child.get_by_role("button").click()
+    child.locator("[data-child]").click()
     expect(detail.locator("dl.facts").first).to_contain_text(str(grown["warm"].step + 1))
     detail.locator(".kin dd > div").first.get_by_role("button").click()
     expect(detail.locator("code.uid")).to_have_text(grown["warm"].uid)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -198,8 +198,11 @@ def test_what_changed_in_its_configuration(person: Person, asked: Asked) -> None
     fork = asked.own[best][-1].parents[0]
     ours, theirs = asked.repo.state(best).config, asked.repo.state(fork).config
     changed = [key for key in ours if ours[key] != theirs.get(key)]
-    chips = person.row(best).locator(".config .chip").all_inner_texts()
+    # settings in which it only differs from other branches come after what it changed itself
+    texts = person.row(best).locator(".config .chip").all_inner_texts()
+    chips = [text for text in texts if "→" in text]
     assert changed
+    assert texts[: len(chips)] == chips
     assert [chip.split()[0] for chip in chips] == sorted(changed)
     for key, chip in zip(sorted(changed), chips, strict=True):
         _, old, _, new = chip.split()
@@ -218,10 +221,10 @@ def test_what_did_the_loss_do_after_the_fork(person: Person, asked: Asked) -> No
     assert float(last) == pytest.approx(own[0].metrics["loss"], rel=1e-3)
     expect(person.row(best).locator(".line path")).to_be_visible()
     person.press(person.row(best).get_by_role("button", name=best))
-    person.press(person.page.get_by_role("button", name="Curves", exact=True).first)
-    chart = person.page.locator("[data-panel=curves] [data-key=loss]")
-    expect(chart).to_have_attribute("data-points", str(len(asked.paths[best])))
+    chart = person.page.locator("[data-panel=branch] [data-key=loss]")
     expect(chart.locator("canvas").first).to_be_visible()
+    expect(chart.locator("tbody tr").filter(has_text=best).locator("td").first).to_have_text(last)
+    expect(chart.locator("header")).to_contain_text(f"fork at step {own[-1].step - 1}")
 
 
 def test_what_can_still_be_restored(person: Person, asked: Asked) -> None:
@@ -258,16 +261,26 @@ def test_what_is_running_now(person: Person, asked: Asked) -> None:
 
 def test_how_one_goes_on_from_here(person: Person, asked: Asked) -> None:
     person.press(person.row(LIVE).locator(".restorable button"))
-    line = person.page.locator("[data-panel=detail] .command code").first
-    expect(line).to_contain_text("repo.track(")
+    lines = person.page.locator("[data-panel=detail] .command code")
+    line = lines.filter(has_text="repo.track(")
+    expect(line).to_be_visible()
     shown = person.page.locator("[data-panel=detail] .uid").inner_text()
     assert shown == min(asked.own[LIVE], key=lambda state: state.metrics["loss"]).uid
     model = torch.nn.Linear(64, 64)
     restored = asked.repo.load(shown)
-    assert line.inner_text().startswith(
-        "run = repo.track(model=model, optimizer=optimizer, branch="
-    )
+    assert "run = repo.track(model=model, optimizer=optimizer, branch=" in line.inner_text()
     model.load_state_dict(restored["model"])
+
+
+def test_who_ran_it_where_and_how_it_is_loaded(person: Person, asked: Asked) -> None:
+    person.press(person.row(LIVE).get_by_role("button", name=LIVE))
+    shown = person.page.locator("[data-panel=branch]")
+    run = next(run for run in asked.repo.runs() if run.branch == LIVE)
+    expect(shown).to_contain_text(f"{run.user}@{run.host}")
+    found: dict[str, Any] = {}
+    exec(shown.locator(".command code").first.inner_text(), found)
+    loaded = asked.repo.load(LIVE)["model"]["weight"]
+    assert torch.equal(found["tree"]["model"]["weight"], loaded)
 
 
 def test_which_branches_have_a_setting(person: Person, asked: Asked) -> None:
@@ -301,6 +314,7 @@ def test_which_optimizer_is_best_by_another_metric(person: Person, asked: Asked)
 VIEWS: dict[str, tuple[str, str]] = {
     "branches": ("", "[data-branch]"),
     "branches grouped": ("?view=branches&group=config.optimizer&by=best", "tr.group"),
+    "branch": (f"?view=branch&head={LIVE}", "[data-kept]"),
     "branches filtered": (
         f"?view=branches&q=metrics.loss+exists&metric={METRICS[5]}",
         "[data-branch]",

@@ -16,15 +16,45 @@ export function settingText({ key, value, parent }: Branch["config"][number]): s
   return `${key} ${formatValue(parent)} → ${value === null ? "gone" : formatValue(value)}`;
 }
 
-/** The points of a curve as a path in a box of this size; null unless there are at least two numbers. */
-export function pathOf(steps: readonly number[], values: readonly (number | null)[], width: number, height: number): string | null {
-  const points = steps.map((step, index) => [step, values[index]] as const).filter((one): one is readonly [number, number] => typeof one[1] === "number" && Number.isFinite(one[1]));
-  if (points.length < 2) return null;
-  const [left, right] = [points[0]![0], points.at(-1)![0]];
-  const [low, high] = [Math.min(...points.map((one) => one[1])), Math.max(...points.map((one) => one[1]))];
-  const x = (step: number) => 1 + ((step - left) / Math.max(1e-12, right - left)) * (width - 2);
-  const y = (value: number) => (high === low ? height / 2 : 2 + ((high - value) / (high - low)) * (height - 4));
-  return points.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+/** The settings that a row shows: those in which the listed branches differ, what the branch itself changed first. If it is listed alone, what it changed. */
+export function settingsOf({ config, settings, fork }: Pick<Branch, "config" | "settings" | "fork">): Branch["config"] {
+  const changed = fork ? config.filter((one) => one.key in settings || !Object.keys(settings).length) : [];
+  const others = Object.keys(settings).sort().filter((key) => !changed.some((one) => one.key === key));
+  return [...changed, ...others.map((key) => ({ key, value: settings[key] ?? null, parent: null }))];
+}
+
+export type Line = Branch["line"];
+type Range = readonly [number, number];
+
+/** The numbers of a line, without those that are NaN or infinite. */
+const numbersOf = (line: Line): number[] => line.values.filter((value): value is number => value !== null);
+
+/** Whether a training diverged: its newest value is NaN or infinite; or, of a metric that should fall, more than ten times as large as all that it began with and
+ reached. */
+export function isDiverged({ last, best, line }: Pick<Branch, "last" | "best" | "line">, direction: "min" | "max"): boolean {
+  if (!last) return false;
+  if (last.value === null) return true;
+  const began = numbersOf(line)[0];
+  return direction === "min" && began !== undefined && best?.value != null && last.value > FAR * Math.max(Math.abs(began), Math.abs(best.value));
+}
+const FAR = 10;
+
+/** The range of the values of some lines; null if they have none. */
+export function rangeOf(lines: readonly Line[]): Range | null {
+  const values = lines.flatMap(numbersOf);
+  return values.length ? [values.reduce((one, other) => Math.min(one, other)), values.reduce((one, other) => Math.max(one, other))] : null;
+}
+
+/** A line as a path in a box of this size, over a range of values or its own; empty unless there are at least two numbers. `gaps` marks the values that are NaN or
+ infinite. What is outside of the range is drawn at its edge. */
+export function pathOf(line: Line, width: number, height: number, range: Range | null = null): { path: string; gaps: string } {
+  const [low, high] = range ?? rangeOf([line]) ?? [0, 0];
+  const [left, right] = [line.steps[0] ?? 0, line.steps.at(-1) ?? 0];
+  const x = (step: number) => (1 + ((step - left) / Math.max(1e-12, right - left)) * (width - 2)).toFixed(1);
+  const y = (value: number) => (high === low ? height / 2 : Math.max(2, Math.min(height - 2, 2 + ((high - value) / (high - low)) * (height - 4)))).toFixed(1);
+  const points = line.steps.flatMap((step, index) => (line.values[index] == null ? [] : [`${x(step)} ${y(line.values[index]!)}`]));
+  const gaps = line.steps.filter((_, index) => line.values[index] == null);
+  return { path: points.length < 2 ? "" : `M${points.join("L")}`, gaps: gaps.map((step) => `M${x(step)} 1V${height - 1}`).join("") };
 }
 
 /** The order after a click on a header: first the usual direction, then reversed, then the usual order of all rows. */

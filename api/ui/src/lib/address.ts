@@ -1,8 +1,8 @@
 /** The view as an address and back: the query says what is shown, so that a link shows it again. */
 
-/** The branches, one row each; their graph, in which stretches of states are folded; every state; branches by settings and metrics; studies; what is running
+/** The branches, one row each; one of them, which is the first head; their graph, in which stretches of states are folded; every state; branches by settings and metrics; studies; what is running
  and stored where. */
-export type Scene = "branches" | "graph" | "states" | "compare" | "studies" | "now";
+export type Scene = "branches" | "branch" | "graph" | "states" | "compare" | "studies" | "now";
 export type Panel = "none" | "detail" | "curves" | "diff";
 export type Theme = "auto" | "light" | "dark";
 
@@ -43,9 +43,11 @@ export const DEFAULTS: Readonly<View> = {
 };
 
 const PANELS: readonly string[] = ["none", "detail", "curves", "diff"];
-const SCENES: readonly string[] = ["branches", "graph", "states", "compare", "studies", "now"];
+const SCENES: readonly string[] = ["branches", "branch", "graph", "states", "compare", "studies", "now"];
 /** Whether a scene is a table of states. */
 export const isOfStates = (scene: Scene): boolean => scene === "graph" || scene === "states";
+/** Whether a scene shows what the filter finds. */
+export const hasFilter = (scene: Scene): boolean => isOfStates(scene) || scene === "branches" || scene === "compare";
 /** The scene of an address that names none: a link to states dates from a time when there was nothing else to show. */
 const sceneOf = (view: Omit<View, "scene">): Scene =>
   view.heads.length || view.query || view.sort || view.selected || view.marked || view.panel !== "none" ? "states" : DEFAULTS.scene;

@@ -5,7 +5,7 @@ import { Problem, problemOf } from "./problem";
 import { askToken, token } from "./token.svelte";
 import type { Clone, Forecast, Incomplete, Process, ServerInfo, Storage } from "../now/types";
 import type { Merge, Report, ReportDetail, Study, StudyDetail } from "../studies/types";
-import type { Branches, Comparison, GraphPage, Histogram, Note, Page, Parallels, Ref, Value } from "./types";
+import type { Branch, Branches, Comparison, GraphPage, Histogram, Note, Page, Parallels, Ref, Value } from "./types";
 import { view } from "./view.svelte";
 
 type Method = "get" | "post" | "put" | "patch" | "delete";
@@ -57,11 +57,18 @@ export const getRef = (name: string, signal?: AbortSignal) => get(`${HERE}/refs/
 export const getReflog = (name: string, query: Query<`${typeof HERE}/reflog/{name}`> = {}, signal?: AbortSignal) =>
   get(`${HERE}/reflog/{name}`, { name }, query, signal);
 
+/** The files that were captured with a state, and one of them. The server sends only PNG, JPEG, GIF and WebP as pictures. */
+export const getFiles = (uid: string, signal?: AbortSignal) => get(`${HERE}/states/{uid}/files`, { uid }, {}, signal);
+export const getFile = async (uid: string, name: string, signal?: AbortSignal): Promise<Blob> => (await answer(fill(`${HERE}/states/{uid}/files/{name}`, { uid, name }), { signal })).blob();
+
 /** Every branch and tag. */
 export const getRefs = (signal?: AbortSignal) => get(`${HERE}/refs`, {}, {}, signal);
 
 /** The branches, one row each. */
 export const getBranches = (query: Query<`${typeof HERE}/branches`>, signal?: AbortSignal) => get(`${HERE}/branches`, {}, query, signal) as Promise<Branches>;
+
+export const getBranch = (name: string, query: Query<`${typeof HERE}/branches/{name}`> = {}, signal?: AbortSignal) =>
+  get(`${HERE}/branches/{name}`, { name }, query, signal) as Promise<Branch>;
 
 export const getStudies = (signal?: AbortSignal) => get(`${HERE}/studies`, {}, {}, signal) as Promise<{ items: Study[]; total: number }>;
 export const getStudy = (name: string, query: Query<`${typeof HERE}/studies/{name}`> = {}, signal?: AbortSignal) =>

@@ -16,8 +16,10 @@ class Facts {
   best = $state.raw<{ uid: string; key: string; value: number } | null>(null);
   /** Branches and tags by the uid of the state that they name. */
   readonly refsByState = $derived(groupByState(this.refs));
+  /** The chosen repository, as the server describes it. */
+  readonly here = $derived(this.repositories.find((one) => one.name === view.repository) ?? { name: view.repository, uid: "", scope: "none" });
   /** What the token allows here: none, read, write or admin. */
-  readonly scope = $derived(this.repositories.find((one) => one.name === view.repository)?.scope ?? "none");
+  readonly scope = $derived(this.here.scope);
 
   /** Whether names and attributes may be changed here. */
   readonly mayWrite = $derived(this.scope === "write" || this.scope === "admin");

@@ -13,6 +13,7 @@ export type ComparisonRow = Schemas["ComparisonRow"];
 export type Histogram = Required<Schemas["Histogram"]>;
 export type Parallels = Required<Schemas["Parallels"]>;
 export type Edge = Schemas["Edge"];
+export type FileInfo = Schemas["FileInfo"];
 export type Fork = Schemas["Fork"];
 /** A server of this version sends all of these fields. */
 export type GraphRow = Required<Schemas["GraphRow"]>;

@@ -25,6 +25,11 @@ export function openState(uid: string): void {
   else change({ selected: uid, panel: "detail" });
 }
 
+/** Opens the page of a branch. */
+export function openBranch(name: string): void {
+  change({ scene: "branch", heads: [name], query: "", sort: "", selected: null, panel: "none" });
+}
+
 /** Closes the innermost open thing: a dialog, then the panel. False when nothing was open. */
 export function close(): boolean {
   if (dialog.open !== "none") {

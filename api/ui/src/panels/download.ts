@@ -21,8 +21,13 @@ export async function save(uid: string, path: string | null): Promise<void> {
   const response = await fetch(fileAddress(uid, path), { headers, credentials: "omit" });
   if (!response.ok) throw await problemOf(response);
   if (sink && response.body) return response.body.pipeTo(sink);
-  const address = URL.createObjectURL(await response.blob());
-  Object.assign(document.createElement("a"), { href: address, download: fileName(uid, path) }).click();
+  saveBlob(await response.blob(), fileName(uid, path));
+}
+
+/** Saves what is in memory under a name. */
+export function saveBlob(content: Blob, name: string): void {
+  const address = URL.createObjectURL(content);
+  Object.assign(document.createElement("a"), { href: address, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 

@@ -11,9 +11,17 @@ const uid = "0123456789abcdef01234567";
 
 describe("commands", () => {
   it("train on along a branch whose head it is, else on a new one", () => {
-    expect(trackLine(uid, "main")).toContain('branch="main")');
-    expect(trackLine(uid, null)).toContain(`start="${uid}", branch="from-012345"`);
-    expect(loadLine(uid) + restoreLine(uid)).toContain("--into");
+    const place = { name: "runs", location: "/tmp/it's \\ runs" };
+    const open = 'import datastates\n\nrepo = datastates.open("/tmp/it\'s \\\\ runs")\n';
+    expect(trackLine(place, uid, "main")).toBe(`${open}run = repo.track(model=model, optimizer=optimizer, branch="main")`);
+    expect(trackLine(place, uid, null)).toContain(`start="${uid}", branch="from-012345"`);
+    expect(loadLine(place, "a/b")).toBe('import datastates\n\ntree = datastates.load("/tmp/it\'s \\\\ runs/a/b")');
+    expect(restoreLine(place, uid)).toBe(`datastates restore ${uid} --into state.safetensors --repo '/tmp/it'\\''s \\ runs'`);
+  });
+
+  it("open a database with its packs, and name a gap where the place is not told", () => {
+    expect(loadLine({ name: "runs", location: "postgresql://db/x", packs: "/packs" }, "main")).toBe('import datastates\n\nrepo = datastates.open("postgresql://db/x", packs="/packs")\ntree = repo.load("main")');
+    expect(loadLine({ name: "runs", location: null }, "main") + restoreLine({ name: "runs" }, uid)).toMatch(/open\("PATH"\) {2}# of the repository runs\n.*--repo PATH$/s);
   });
 });
 

@@ -6,6 +6,7 @@ export interface Ink {
   text: string;
   faint: string;
   accent: string;
+  danger: string;
 }
 
 export function readInk(parent: HTMLElement): Ink {
@@ -20,6 +21,7 @@ export function readInk(parent: HTMLElement): Ink {
     text: colour("--muted"),
     faint: colour("--line"),
     accent: colour("--accent"),
+    danger: colour("--danger"),
   };
   probe.remove();
   return ink;

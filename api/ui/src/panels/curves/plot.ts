@@ -21,12 +21,15 @@ export interface Drawn {
   points: Aligned;
   /** Places on the axis. */
   forks: number[];
+  /** Places of values that are NaN or infinite. */
+  gaps: readonly number[];
   selected: string | null;
   /** The visible part of the axis; null: all of it. */
   zoom: readonly [number, number] | null;
   ink: string;
   faint: string;
   accent: string;
+  danger: string;
 }
 
 export interface Shape {
@@ -52,6 +55,7 @@ type Part = { curve: number; kind: "low" | "high" | "faint" | "line"; values: Y[
 
 const OTHERS = 0.18;
 const NEAR = 20; // pixels
+const GAP = 14; // pixels: the height of the mark of a value that is NaN or infinite
 
 /** All series of a chart in the order in which they are drawn: bands, then faint lines, then lines. */
 export function partsOf(curves: readonly Curve[]): Part[] {
@@ -164,12 +168,13 @@ export class Plot {
 
   #marks(plot: uPlot): void {
     const { ctx } = plot;
-    const { forks, selected, ink, accent, points } = this.#drawn;
+    const { forks, gaps, selected, ink, accent, danger, points } = this.#drawn;
     ctx.save();
     ctx.beginPath();
     ctx.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
     ctx.clip();
     for (const x of forks) stroke(plot, x, ink, [3, 4]);
+    for (const x of gaps) stroke(plot, x, danger, [], 2, GAP);
     if (selected) {
       points.uids.forEach((uids, line) => {
         const place = uids.indexOf(selected);
@@ -208,13 +213,14 @@ const isMove = (type: string) => type === "mousemove" || type === "mouseleave";
 /** A colour as the browser reports it, `rgb(1, 2, 3)`, made partly transparent. */
 const clear = (colour: string, share: number) => colour.replace(/^rgb\((.*)\)$/, `rgba($1, ${share})`);
 
-function stroke(plot: uPlot, x: number, colour: string, dash: number[]): void {
+/** A line upwards from the axis: to the top, or `height` pixels high. */
+function stroke(plot: uPlot, x: number, colour: string, dash: number[], width = 1, height = Infinity): void {
   const at = Math.round(plot.valToPos(x, "x", true));
   plot.ctx.strokeStyle = colour;
-  plot.ctx.lineWidth = devicePixelRatio;
+  plot.ctx.lineWidth = width * devicePixelRatio;
   plot.ctx.setLineDash(dash.map((part) => part * devicePixelRatio));
   plot.ctx.beginPath();
-  plot.ctx.moveTo(at, plot.bbox.top);
+  plot.ctx.moveTo(at, plot.bbox.top + Math.max(0, plot.bbox.height - height * devicePixelRatio));
   plot.ctx.lineTo(at, plot.bbox.top + plot.bbox.height);
   plot.ctx.stroke();
 }

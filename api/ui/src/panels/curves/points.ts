@@ -49,6 +49,12 @@ export function align(lines: readonly SeriesLine[], axis: Axis = "step"): Aligne
 /** How many points have no place because their epoch is unknown. */
 export const homeless = (lines: readonly SeriesLine[], axis: Axis): number => (axis === "epoch" ? lines.reduce((sum, line) => sum + line.xs.filter((x) => x === null).length, 0) : 0);
 
+/** The values of some lines that are NaN or infinite, in their order along the axis. */
+export function gapsOf(lines: readonly SeriesLine[], axis: Axis): { head: string; x: number; step: number; uid: string }[] {
+  const found = lines.flatMap((line) => placesOf(line, axis).map((x, index) => ({ head: line.head, x: line.values[index] === null ? x : null, step: line.steps[index]!, uid: line.uids[index]! })));
+  return found.flatMap((one) => (one.x === null ? [] : [{ ...one, x: one.x }])).sort((one, other) => one.x - other.x);
+}
+
 /** Exponential moving average with weight `factor` for earlier values, corrected at its beginning; gaps are skipped. */
 export function smooth(values: readonly Y[], factor: number): Y[] {
   let mean = 0;
