@@ -347,8 +347,8 @@ def _why(core: Core, session: Session, state: State) -> str:
             " to be seen here"
         )
     return (
-        f"is {state.status}, but its files are not in {core.home.path}: somebody deleted or moved"
-        " them, bring them back (`datastates repair --from FOLDER`)"
+        f"is {state.status}, but its files are not in {core.home.path}: bring them back"
+        " (`datastates repair --from FOLDER`), or clone the state from a machine that has it"
     )
 
 

@@ -3,6 +3,7 @@ versions, host."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import getpass
 import os
@@ -10,6 +11,7 @@ import platform
 import re
 import secrets
 import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -30,6 +32,8 @@ NODE = "datastates.node"
 PROCESS = "datastates.process"
 """The key there for its process: PID namespace, pid, and when it began."""
 
+_SIOCGIFADDR = 0x8915
+
 
 def node_id() -> str:
     """An id of this machine until its next boot, the same in all its containers. Its name, if the
@@ -44,6 +48,21 @@ def network_id() -> str:
     with suppress(OSError):
         network = os.readlink("/proc/self/ns/net")
     return f"{node_id()} {network}"
+
+
+def interface_addresses() -> list[str]:
+    """The IPv4 addresses of this machine's interfaces, without loopback; where the kernel does not
+    list them, the address of the machine's name."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+            with suppress(OSError):  # the interface has no address
+                asked = struct.pack("256s", name.encode())
+                found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24]))
+    if not found:
+        with suppress(OSError):
+            found.append(socket.gethostbyname(socket.gethostname()))
+    return [each for each in found if not each.startswith("127.")]
 
 
 def process_identity() -> dict[str, Value]:

@@ -7,7 +7,6 @@ when it breaks.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -24,7 +23,8 @@ from datastates import values
 from datastates.errors import Closed, InvalidInput
 
 from . import worker
-from .processes import PRELOADED, begin_worker, close_repositories
+from .limits import end_children, signal_children
+from .processes import Slot, close_repositories, hold_broken
 from .records import Outcome
 from .worker import Stop, Task, Train
 
@@ -46,29 +46,6 @@ class SerialExecutor(Executor):
         return future
 
 
-class _Slot:
-    """One worker process, started with the first call.
-
-    It is forked from the fork server of ``multiprocessing``, a process that only imported torch. A
-    worker therefore starts in a tenth of a second instead of seconds, and workers share the memory
-    of the imported modules. The worker receives the present environment.
-    """
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self.pool = ProcessPoolExecutor(
-            1, mp_context=context, initializer=begin_worker, initargs=(dict(os.environ),)
-        )
-        self.pid = self.pool.submit(os.getpid)
-
-    def terminate(self, number: int) -> None:
-        """Send the process a signal."""
-        if self.pid.done() and self.pid.exception() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid.result(), number)
-
-
 class Processes(Executor):
     """Worker processes that are independent: one that dies fails its call with
     ``BrokenProcessPool``, and is replaced.
@@ -82,8 +59,8 @@ class Processes(Executor):
         self._workers = workers
         self._lock = threading.Condition()
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._free: list[_Slot] = []
-        self._at_work: set[_Slot] = set()
+        self._free: list[Slot] = []
+        self._at_work: set[Slot] = set()
         self._is_closed = False
 
     @property
@@ -153,13 +130,13 @@ class Processes(Executor):
             inner.set_exception(exc)
         inner.add_done_callback(partial(self._done, slot, future))
 
-    def _given(self) -> tuple[_Slot, Future[Any], Callable[[], Any]] | None:
+    def _given(self) -> tuple[Slot, Future[Any], Callable[[], Any]] | None:
         """A worker, and the task that it gets; None if no task waits, or every worker is at
         work."""
         with self._lock:
             if not self._waiting or (not self._free and len(self._at_work) >= self._workers):
                 return None
-            slot = self._free.pop() if self._free else _Slot()
+            slot = self._free.pop() if self._free else Slot()
             self._at_work.add(slot)
             return slot, *self._waiting.popleft()
 
@@ -174,7 +151,7 @@ class Processes(Executor):
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-    def _done(self, slot: _Slot, future: Future[Any], inner: Future[Any]) -> None:
+    def _done(self, slot: Slot, future: Future[Any], inner: Future[Any]) -> None:
         error = inner.exception()
         self._put_back(slot, is_broken=isinstance(error, BrokenProcessPool))
         if error is not None:
@@ -182,35 +159,15 @@ class Processes(Executor):
         else:
             future.set_result(inner.result())
 
-    def _put_back(self, slot: _Slot, *, is_broken: bool = False) -> None:
+    def _put_back(self, slot: Slot, *, is_broken: bool = False) -> None:
         if is_broken:
-            _hold(slot.pool)
+            hold_broken(slot.pool)
         with self._lock:
             self._at_work.discard(slot)
             if not is_broken:
                 self._free.append(slot)
             self._lock.notify_all()
         self._next()
-
-
-_held: set[ProcessPoolExecutor] = set()
-
-
-def _hold(pool: ProcessPoolExecutor) -> None:
-    """Hold a broken pool until its own thread has ended.
-
-    From Python 3.12 on, a pool's thread deadlocks if it drops the last reference to the pool. The
-    process then never exits, because it joins that thread.
-    """
-
-    def end() -> None:
-        pool.shutdown(wait=True)
-        _held.discard(pool)
-
-    _held.add(pool)
-    with suppress(RuntimeError):
-        # no thread can be started as the interpreter ends: it is held until then
-        threading.Thread(target=end, name="datastates-broken-pool", daemon=True).start()
 
 
 class RayExecutor(Executor):
@@ -237,12 +194,20 @@ def _call(call: Callable[[], Any]) -> Any:
 
 class Pool:
     """The executor of a study: the caller's own, one that the caller's function makes, or our
-    own processes."""
+    own processes. With limits, threads watch over these."""
 
-    def __init__(self, executor: Executor | Callable[[], Executor] | None, *, workers: int) -> None:
+    def __init__(
+        self,
+        executor: Executor | Callable[[], Executor] | None,
+        *,
+        workers: int,
+        is_limited: bool = False,
+    ) -> None:
         self._make: Callable[[], Executor] | None
         if isinstance(executor, Executor):
             self._make, self._executor = None, executor
+        elif executor is None and is_limited:
+            self._make, self._executor = ThreadPoolExecutor, ThreadPoolExecutor(workers)
         else:
             self._make = executor or (lambda: Processes(workers))
             self._executor = check_executor(self._make())
@@ -264,6 +229,7 @@ class Pool:
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Ask every worker process to stop; with SIGKILL, end those that are left, for which the
         exit of this process would wait."""
+        signal_children(number)
         if isinstance(self._executor, Processes):
             self._executor.terminate(number)
         elif isinstance(self._executor, ProcessPoolExecutor):
@@ -280,6 +246,7 @@ class Pool:
         if self._make is not None:
             self._executor.shutdown(wait=kind is None, cancel_futures=True)
         close_repositories()  # of calls that ran in this process
+        end_children()
 
 
 def check_executor(executor: object) -> Executor:

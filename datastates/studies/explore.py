@@ -12,7 +12,7 @@ import queue
 import re
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from datastates import values
 from datastates.collective import AnyGroup, Group
-from datastates.errors import Conflict, InvalidInput
+from datastates.errors import Conflict, InvalidInput, Unavailable
 from datastates.lineage.states import Revision, State
 from datastates.lineage.write import attachments
 from datastates.maintenance.environment import node_id
@@ -32,8 +32,9 @@ from datastates.training.collective import Ranks, using
 from datastates.values import Value
 
 from . import plan as arguments
-from . import records
+from . import records, sharing
 from .executors import Pool, check_executor, check_pickles
+from .limits import Gpus, Limits
 from .plan import Plan, Variant
 from .records import Claim, Outcome, failed, holder
 from .results import (
@@ -47,7 +48,8 @@ from .results import (
     storage,
     work,
 )
-from .worker import Assignment, Explorer, Share, Stop, Task, Train, noted, train_variant
+from .sharing import Reception
+from .worker import Assignment, Explorer, Stop, Task, Train, noted, train_variant
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
@@ -59,6 +61,7 @@ _SHARED = "groups since "
 _HEARD = re.compile(r"\w+: rank \d+ of \d+ could not ")
 _EXPLORER_LOOK_S = 0.5
 _GRACE_S = 3.0
+_DECLINES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +309,10 @@ def explore(
     stop: Stop | None = None,
     group: AnyGroup | None = None,
     config: arguments.Configuration | None = None,
+    workers: values.Positive | None = None,
+    gpus_per_variant: Gpus | None = None,
+    timeout_s: values.Seconds | None = None,
+    stall_s: values.Seconds | None = None,
     retries: values.Count = 1,
     threads: values.Positive = 1,
     ranks: values.Positive = 1,
@@ -339,6 +346,16 @@ def explore(
         processes as the machine has cores for, with ``threads`` each.
     :param study: the name of the study.
     :param config: the configuration that the variants' configurations change.
+    :param workers: how many variants are trained at once, at most. By default, as many as the
+        executor has workers for.
+    :param gpus_per_variant: how many GPUs each variant gets for itself, such as 1 or 2; 0.5 lets
+        two variants share a GPU. The variant sees only these (``CUDA_VISIBLE_DEVICES``), and waits
+        until they are free. By default, variants see all GPUs of their worker.
+    :param timeout_s: the longest time of an attempt at a variant. An attempt that takes longer is
+        ended, and the next one resumes from the last durable state.
+    :param stall_s: the longest time without a step or a report, from the beginning of the attempt.
+        A variant that stalls is named in the log, ended, and tried again, on another machine if
+        there is one. Steps are counted by ``run.steps``.
     :param retries: how often a variant that raises is tried again. After that, it is reported with
         its error, and its descendants are skipped.
     :param threads: torch's threads in each worker.
@@ -365,9 +382,18 @@ def explore(
         records.done_tag(study, variant.name)
     records.start_tag(study)
     if group is None:
-        _check_executor(executor, train, stop, ranks)
+        limits = Limits(gpus_per_variant, timeout_s, stall_s)
+        _check_executor(executor, train, stop, is_sent=ranks > 1 or limits.is_any)
     else:
-        others = {"executor": executor, "share": share, "ranks": None if ranks == 1 else ranks}
+        others = {
+            "executor": executor,
+            "share": share,
+            "ranks": None if ranks == 1 else ranks,
+            "workers": workers,
+            "gpus_per_variant": gpus_per_variant,
+            "timeout_s": timeout_s,
+            "stall_s": stall_s,
+        }
         for name, given in others.items():
             if given is not None:
                 raise InvalidInput(
@@ -380,13 +406,16 @@ def explore(
     take_signals()
     with ExitStack() as stack:
         presence = stack.enter_context(closing(_Presence(repo, study)))
-        shared = None if share is None else _serve(repo, share, stack)
-        most = len(os.sched_getaffinity(0)) // (threads * ranks)
-        pool = stack.enter_context(Pool(executor, workers=max(1, min(len(plan), most))))
+        reception = stack.enter_context(closing(Reception(repo, share)))
+        most = workers or len(os.sched_getaffinity(0)) // (threads * ranks)
+        most = max(1, min(len(plan), most))
+        pool = stack.enter_context(Pool(executor, workers=most, is_limited=limits.is_any))
         origin, known = of.begin(values.revision(start))
         worker_config = replace(repo.config, on_step=None, trace=None)  # a trace is of one process
 
-        def task(variant: Variant, parent: State) -> Task:
+        def task(
+            variant: Variant, parent: State, sources: Collection[str], avoid: Collection[str]
+        ) -> Task:
             return Task(
                 repo.location,
                 worker_config,
@@ -394,9 +423,12 @@ def explore(
                 train,
                 stop,
                 presence.explorer,
-                shared,
+                reception.share,
                 threads,
                 ranks,
+                limits,
+                tuple(sources),
+                frozenset(avoid),
             )
 
         if progress:
@@ -413,6 +445,8 @@ def explore(
             display,
             retries,
             presence.close,
+            reception,
+            workers or len(plan),
         )
         run.until_done()
         return of.report(run.errors, run.reused)
@@ -430,13 +464,20 @@ class _Run:
     origin: State
     done: dict[str, State]
     pool: Pool
-    task: Callable[[Variant, State], Task]
+    task: Callable[[Variant, State, Collection[str], Collection[str]], Task]
     display: Display
     retries: int
     leave: Callable[[], None]
+    reception: Reception
+    most: int
     reused: frozenset[str] = field(init=False)
     errors: dict[str, str] = field(default_factory=dict)
     _attempts: Counter[str] = field(default_factory=Counter)
+    _holders: defaultdict[str, set[str]] = field(default_factory=partial(defaultdict, set))
+    """By the uid of a state, the addresses of workers that have it."""
+    _nodes: set[str] = field(default_factory=set)
+    _ended_at: defaultdict[str, list[str]] = field(default_factory=partial(defaultdict, list))
+    """By variant, the nodes that ended or declined it."""
     _at_work: dict[str, _Flight] = field(default_factory=dict)
     _ended: queue.SimpleQueue[tuple[str, Future[Outcome]]] = field(
         default_factory=queue.SimpleQueue
@@ -460,6 +501,7 @@ class _Run:
 
     def _submit_ready(self) -> bool:
         ready = [variant for variant in self.plan.variants if self._may_begin(variant)]
+        ready = ready[: max(0, self.most - len(self._at_work))]
         for variant in ready:
             self._submit(variant)
         return bool(ready)
@@ -474,10 +516,12 @@ class _Run:
         name = variant.name
         self._attempts[name] += 1
         parent = self.origin if variant.parent is None else self.done[variant.parent]
-        flight = _Flight(parent, self._epochs_behind(name, parent))
+        task = self.task(variant, parent, self._holders[parent.uid], self._avoided(name))
+        self._adopt(task.assignment, parent)
+        flight = _Flight(parent, self._epochs_behind(name, parent), task)
         self.display.begun(name, self._attempts[name])
         try:
-            future = self.pool.submit(self.task(variant, parent))
+            future = self.pool.submit(task)
         except Exception as exc:  # an executor of the user's may raise anything: the variant failed
             future = Future()
             future.set_exception(exc)
@@ -497,6 +541,22 @@ class _Run:
         if error is not None:
             return self._failed(name, f"{type(error).__name__}: {error}", "")
         outcome = future.result()
+        self._nodes.add(outcome.node)
+        if outcome.is_ended or outcome.is_declined:
+            self._ended_at[name].append(outcome.node)
+        if outcome.is_declined:
+            self._attempts[name] -= 1
+            return None
+        if outcome.addresses is not None:
+            self.reception.admit(outcome.node, outcome.addresses)
+            if flight.task.share != self.reception.share:
+                self._attempts[name] -= 1  # it could not begin, and can connect the next time
+                return None
+        if outcome.url is not None:
+            try:
+                self._take_over(outcome.url, flight, outcome)
+            except Unavailable as exc:  # the worker was lost right after its report
+                return self._failed(name, f"its result did not come: {exc}", "")
         if outcome.is_death:
             return self._died(name, flight, outcome.error or "")
         if outcome.uid is None:
@@ -506,6 +566,33 @@ class _Run:
         self.display.ended(name, "done")
         _logger.debug("variant %s began from %s", name, outcome.source)
         return None
+
+    def _avoided(self, name: str) -> Collection[str]:
+        """The nodes that leave a variant to others: it was ended there, other nodes are at work,
+        and it was not declined too often."""
+        ended = self._ended_at[name]
+        return ended if len(ended) < _DECLINES and self._nodes.difference(ended) else ()
+
+    def _take_over(self, url: str, flight: _Flight, outcome: Outcome) -> None:
+        """Record the work of a worker without this disk; its result becomes durable here."""
+        study, parent, share = self.study, flight.parent, flight.task.share
+        with self.repo.core.writing() as session:
+            attachments.begin(session, study, outcome.variant)
+            attachments.end(session, study, outcome.variant, outcome.took_s)
+        self._holders[parent.uid].add(url)
+        if outcome.uid is None:
+            return self._adopt(flight.task.assignment, parent)
+        if not records.is_here(self.repo, outcome.uid):
+            sharing.clone(self.repo, outcome.uid, [url], share.token)
+        sharing.adopt(self.repo, flight.task.assignment, parent, result=outcome.uid)
+        state = records.make_durable(self.repo.core, outcome.uid)
+        records.tag_done(self.repo, study, outcome.variant, flight.task.assignment.digest, state)
+        self._holders[outcome.uid].add(url)
+        return None
+
+    def _adopt(self, assignment: Assignment, parent: State) -> None:
+        if self.reception.share.urls:
+            sharing.adopt(self.repo, assignment, parent)
 
     def _failed(self, name: str, error: str, trace: str) -> None:
         attempts = self._attempts[name]
@@ -552,6 +639,8 @@ class _Run:
         """Show on the display what was reported since the last call."""
         if not self._at_work:
             return
+        for flight in self._at_work.values():
+            self._adopt(flight.task.assignment, flight.parent)
         refs = records.refs_of(self.repo)
         for name, flight in self._at_work.items():
             ref = refs.get(records.branch_of(self.study, name))
@@ -595,10 +684,11 @@ class _Run:
 @dataclass(slots=True)
 class _Flight:
     """A variant at work: the state that it comes from, what it had reported when it was
-    submitted, and what the display has shown."""
+    submitted, its task, and what the display has shown."""
 
     parent: State
     epochs: int
+    task: Task
     shown: str | None = None
     future: Future[Outcome] | None = None
 
@@ -625,8 +715,8 @@ class _Presence:
         self._claim.close()
 
 
-def _check_executor(executor: object, train: Train, stop: Stop | None, ranks: int) -> None:
-    if executor is None or ranks > 1:
+def _check_executor(executor: object, train: Train, stop: Stop | None, *, is_sent: bool) -> None:
+    if executor is None or is_sent:
         check_pickles(train, stop)
     if isinstance(executor, Executor):
         check_executor(executor)
@@ -635,9 +725,3 @@ def _check_executor(executor: object, train: Train, stop: Stop | None, ranks: in
             f"the executor is {values.shown(executor)}: pass a concurrent.futures.Executor, or a"
             " function that makes one"
         )
-
-
-def _serve(repo: Repository, url: str, stack: ExitStack) -> Share:
-    token = secrets.token_urlsafe(32)
-    server = stack.enter_context(repo.serve(url, token=token))
-    return Share(server.url, token)

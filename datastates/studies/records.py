@@ -225,10 +225,10 @@ def back_to_what_is_here(repository: Repository, branch: str, origin: State) -> 
     raise AssertionError("origin is the last of them")
 
 
-def is_here(repository: Repository, state: State) -> bool:
+def is_here(repository: Repository, rev: State | str) -> bool:
     """Whether this process can open a state without a peer."""
     try:
-        repository.core.open_payload(state, verify=False).close()
+        repository.core.open_payload(repository.state(rev), verify=False).close()
     except (Unavailable, NotFound):
         return False
     return True
@@ -299,6 +299,11 @@ class Outcome:
     where the starting state came from.
 
     ``is_death``: the error is that a process died, which may not be the variant's fault.
+    ``url``: where a worker without the explorer's disk serves its states. ``took_s``: the time
+    that such a worker took. ``addresses``: those of a worker that could not connect to the
+    explorer.
+    ``is_ended``: the worker ended the variant, which exceeded a limit. ``is_declined``: the worker
+    left a variant that was ended there to others. ``node``: its machine and network.
     """
 
     variant: str
@@ -307,6 +312,12 @@ class Outcome:
     traceback: str = ""
     source: str | None = None
     is_death: bool = False
+    url: str | None = None
+    took_s: float = 0.0
+    addresses: tuple[str, ...] | None = None
+    is_ended: bool = False
+    is_declined: bool = False
+    node: str = ""
 
 
 def failed(variant: str, error: BaseException) -> Outcome:

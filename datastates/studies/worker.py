@@ -10,11 +10,12 @@ import hashlib
 import logging
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -25,11 +26,18 @@ import torch
 from datastates.collective import Group, SoloGroup
 from datastates.config import Config
 from datastates.engine.handle import Capture
-from datastates.errors import Cancelled, Conflict, DatastatesError, InvalidInput, Unavailable
+from datastates.errors import (
+    Cancelled,
+    Conflict,
+    DatastatesError,
+    InvalidInput,
+    Unavailable,
+)
 from datastates.lineage.states import State
 from datastates.lineage.write import attachments
 from datastates.maintenance.core import recover
-from datastates.maintenance.environment import node_id
+from datastates.maintenance.environment import interface_addresses, network_id, node_id
+from datastates.maintenance.lease import LEASES
 from datastates.maintenance.location import Location
 from datastates.repository import Repository
 from datastates.storage.tiers import CAPTURED
@@ -38,10 +46,12 @@ from datastates.training.configuration import configuration
 from datastates.training.tracker import Tracker
 from datastates.values import Value
 
-from . import records
+from . import records, sharing
+from .limits import NO_LIMITS, Limits, limited, noting_progress
 from .plan import Variant
 from .processes import busy, end_with_parent, launch, repository_at
 from .records import Claim, Outcome, failed, holder
+from .sharing import NO_SHARE, Share
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -253,6 +263,11 @@ class Job:
         self._done += 1
         return capture
 
+    def _progress(self) -> tuple[int, ...]:
+        """The epochs, steps and micro-steps so far; safe from any thread."""
+        tracker = self._tracker
+        return (self._done, *(() if tracker is None else (tracker.step, tracker.micro_step)))
+
     def close(self) -> None:
         """End the tracker: the last capture becomes durable. Idempotent."""
         tracker = self._tracker
@@ -354,18 +369,12 @@ class Explorer:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The address at which the explorer serves its repository, and the token for it."""
-
-    url: str
-    token: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Task:
     """A task for a worker.
 
-    The executor pickles it; it is never shown, because a database's url may hold a password."""
+    The executor pickles it; it is never shown, because a database's url may hold a password.
+    ``sources`` are the addresses of workers that may have the starting state. A worker of a node in
+    ``avoid`` leaves the variant to others."""
 
     location: Location = field(repr=False)
     config: Config
@@ -373,17 +382,30 @@ class Task:
     train: Train
     stop: Stop | None
     explorer: Explorer
-    share: Share | None
+    share: Share
     threads: int
     ranks: int = 1
+    limits: Limits = NO_LIMITS
+    sources: tuple[str, ...] = ()
+    avoid: frozenset[str] = frozenset()
 
 
 def run(task: Task) -> Outcome:
     """Train one variant, and tag its result. An error of the variant is returned as an outcome.
 
+    With limits, a child process trains it.
+
     :raises InvalidInput: this process is already training another variant, and both would draw from
-        the same random number generators.
+        the same random number generators; or it has not as many GPUs as the limits ask for.
     """
+    name, node = task.assignment.variant.name, network_id()
+    if node in task.avoid:
+        time.sleep(_LOOK_S)  # another worker may be free first
+        return Outcome(name, None, is_declined=True, node=node)
+    if task.limits.is_any:
+        end_with_parent()
+        unlimited = replace(task, limits=NO_LIMITS, avoid=frozenset())
+        return replace(limited(run, unlimited, name, task.limits), node=node)
     if not busy.acquire(blocking=False):
         raise InvalidInput(
             "two variants at once in one process would draw from the same random number generators:"
@@ -396,10 +418,10 @@ def run(task: Task) -> Outcome:
         torch.set_num_threads(task.threads)
         with using(SoloGroup()):
             # the processes of an executor may be ranks to MPI, but each trains its own variant
-            return _run(task)
+            return replace(_run(task), node=node)
     except Exception as exc:
         # the user's function may raise anything: the variant failed, and the report has the reason
-        return failed(task.assignment.variant.name, exc)
+        return replace(failed(name, exc), node=node)
     finally:
         torch.set_num_threads(before)
         busy.release()
@@ -412,7 +434,7 @@ def run_as_rank(task: Task) -> Outcome:
         name, group = task.assignment.variant.name, find()
         repository = repository_at(task.location, task.config, task.threads)
         # rank 0 passes on what several ranks want of it
-        near = _Near(repository, task.share if group.rank == 0 else None)
+        share, source = task.share if group.rank == 0 else NO_SHARE, list[str]()
         try:
             with _claimed(repository, task.assignment, lambda: None, rank=group.rank):
                 # ranks of an earlier attempt may still be ending
@@ -422,9 +444,9 @@ def run_as_rank(task: Task) -> Outcome:
                     task.train,
                     stop=task.stop,
                     group=group,
-                    fetch=near.fetch,
+                    fetch=lambda state: source.append(_near(repository, share, state)),
                 )
-                return Outcome(name, done.uid, source=near.source)
+                return Outcome(name, done.uid, source=source[-1] if source else None)
         except Exception as exc:  # likewise
             return failed(name, exc)
 
@@ -450,37 +472,92 @@ def train_variant(
     job = Job(repository, assignment, stop=stop, check=check, fetch=fetch, group=group)
     try:
         if not job.is_over:
-            train(job)
+            with noting_progress(job._progress):
+                train(job)
     finally:
         job.close()
     return job.finish()
 
 
 def _run(task: Task) -> Outcome:
-    assignment = task.assignment
+    if not _shares_disk(task):
+        return _run_apart(task)
     repository = repository_at(task.location, task.config, task.threads)
-    study, name = assignment.study, assignment.variant.name
-    with _watched(repository, task.explorer) as check, _claimed(repository, assignment, check):
-        if (state := records.finished(repository, study, name, assignment.digest)) is not None:
-            return Outcome(name, state.uid)
-        settle = partial(
-            recover, repository.core.database, repository.core.tiers.durable, repository.core.home
+    fetch = partial(_near, repository, task.share)
+    with _watched(repository, task.explorer) as check, _claimed(repository, task.assignment, check):
+        return _train_or_find(task, repository, check, fetch)
+
+
+def _shares_disk(task: Task) -> bool:
+    """Whether this process sees the folder in which the explorer holds its claim, or the bucket.
+
+    Processes of several machines must not share a lineage in SQLite."""
+    if task.location.root is not None and task.explorer.node != node_id():
+        return False
+    if task.location.bucket:
+        return True
+    try:
+        note = (task.location.packs / LEASES / task.explorer.claim).read_text()
+    except OSError:
+        return False
+    return note == task.explorer.note
+
+
+def _run_apart(task: Task) -> Outcome:
+    """Train the variant in a private repository of this machine, with states from the explorer and
+    other workers."""
+    assignment, began = task.assignment, time.monotonic()
+    try:
+        link = sharing.Link(task.share, task.explorer.claim, task.config, task.threads, assignment)
+    except Unavailable as exc:
+        error = Unavailable(
+            f"process {os.getpid()} on {socket.gethostname()} does not see the folder"
+            f" {task.location.packs} of the explorer ({task.explorer.note}), which may have ended,"
+            f" and cannot connect to it: {exc}; share='tcp://HOST:PORT' names an address"
         )
-        settle()  # the previous holder of the claim may have died
-        with noted(repository, study, name):
-            if task.ranks > 1:
-                return launch(task.ranks, run_as_rank, task, name, look=check, settle=settle)
-            near, group = _Near(repository, task.share), SoloGroup()
-            done = train_variant(
-                repository,
-                assignment,
-                task.train,
-                stop=task.stop,
-                group=group,
-                check=check,
-                fetch=near.fetch,
-            )
-            return Outcome(name, done.uid, source=near.source)
+        found = failed(assignment.variant.name, error)
+        return replace(found, addresses=tuple(interface_addresses()))
+    with closing(link), _claimed(link.repository, assignment, link.check):
+        link.place(task.sources)
+        if task.ranks > 1:  # its ranks are other processes, which read the disk
+            link.fetch(assignment.origin, task.sources)
+            records.make_durable(link.repository.core, assignment.origin)
+            location, config = link.repository.location, replace(task.config, tiers=())
+            task = replace(task, location=location, config=config, share=NO_SHARE)
+        found = _train_or_find(
+            task, link.repository, link.check, lambda state: link.fetch(state.uid, task.sources)
+        )
+        if found.uid is not None:
+            link.deliver(link.repository.state(found.uid))
+        return replace(found, url=link.url, took_s=time.monotonic() - began)
+
+
+def _train_or_find(
+    task: Task, repository: Repository, check: Callable[[], None], fetch: Callable[[State], str]
+) -> Outcome:
+    """Train the variant, whose claim this process holds, unless its result is here."""
+    assignment = task.assignment
+    study, name = assignment.study, assignment.variant.name
+    if (state := records.finished(repository, study, name, assignment.digest)) is not None:
+        return Outcome(name, state.uid)
+    settle = partial(
+        recover, repository.core.database, repository.core.tiers.durable, repository.core.home
+    )
+    settle()  # the previous holder of the claim may have died
+    source: list[str] = []
+    with noted(repository, study, name):
+        if task.ranks > 1:
+            return launch(task.ranks, run_as_rank, task, name, look=check, settle=settle)
+        done = train_variant(
+            repository,
+            assignment,
+            task.train,
+            stop=task.stop,
+            group=SoloGroup(),
+            check=check,
+            fetch=lambda state: source.append(fetch(state)),
+        )
+        return Outcome(name, done.uid, source=source[-1] if source else None)
 
 
 @contextmanager
@@ -501,39 +578,24 @@ def noted(repository: Repository, study: str, variant: str) -> Iterator[None]:
             attachments.end(session, study, variant, time.monotonic() - began)
 
 
-class _Near:
-    """Brings the starting state into this process's memory if a peer has it, and remembers where
-    it came from."""
-
-    def __init__(self, repository: Repository, share: Share | None) -> None:
-        self._repository, self._share = repository, share
-        self.source: str | None = None
-
-    def fetch(self, state: State) -> None:
-        """Take the state from our own memory, from a peer, or from disk; the restore itself
-        reads the disk."""
-        if records.is_in_memory(self._repository, state.uid):
-            self.source = CAPTURED
-            return
-        self.source = "disk"
-        if self._share is not None:
-            # the transport takes a while to import, and few studies share
-            from datastates.transport.peer import (
-                connect,
-            )
-
-            try:
-                with connect(self._share.url, token=self._share.token) as peer:
-                    peer.clone(state.uid, repo=self._repository)
-            except DatastatesError as exc:
-                _logger.warning(
-                    "state %s did not come from %s, it is read from disk: %s",
-                    state.uid[:10],
-                    self._share.url,
-                    exc,
-                )
-            else:
-                self.source = "peer"
+def _near(repository: Repository, share: Share, state: State) -> str:
+    """Take a state from our own memory, from the explorer, or from disk; returns which. The restore
+    itself reads the disk."""
+    if records.is_in_memory(repository, state.uid):
+        return CAPTURED
+    if not share.urls:
+        return "disk"
+    try:
+        sharing.clone(repository, state.uid, share.urls, share.token)
+    except DatastatesError as exc:
+        _logger.warning(
+            "state %s did not come from %s, it is read from disk: %s",
+            state.uid[:10],
+            ", ".join(share.urls),
+            exc,
+        )
+        return "disk"
+    return "peer"
 
 
 @contextmanager

@@ -515,6 +515,16 @@ def names() -> list[str]:
     return [str(module.get_device_name(index)) for index in range(module.device_count())]
 
 
+def visible() -> list[str]:
+    """The accelerators that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them. None of
+    them is initialized."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [each.strip() for each in named.split(",") if each.strip() not in ("", "-1")]
+    module = _module()
+    return [] if module is None else [str(index) for index in range(module.device_count())]
+
+
 def _module() -> Any:
     """torch's module for the accelerators for which it is built. None if none of them
     has streams."""

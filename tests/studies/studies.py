@@ -30,6 +30,7 @@ from datastates.studies.worker import Job, seed_everything
 ROWS = 400
 BATCH = 50
 FAULTS = "DATASTATES_TEST_FAULTS"
+WIDTH = "DATASTATES_TEST_WIDTH"
 EVERY_STATE = Config(memory_bytes=96 << 20, durable_every=1, durable_interval_s=None)
 CONFIG = Config(memory_bytes=96 << 20, durable_interval_s=None)
 
@@ -52,7 +53,8 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 def build(config: Any) -> tuple[nn.Module, torch.optim.Optimizer, PermutationSampler]:
     """A model that draws random numbers while it trains."""
-    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10))
+    width = int(os.environ.get(WIDTH, "32"))
+    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 10))
     return (
         model,
         torch.optim.Adam(model.parameters(), lr=config.get("lr", 1e-2)),
@@ -184,6 +186,17 @@ def contents(
     of a process may draw."""
     return {
         name: [(_content(repo.load(state.uid)), state.step, state.metrics) for state in path]
+        for name, path in _paths(repo, study, plan).items()
+    }
+
+
+def results(
+    repo: Repository, study: str, plan: Plan
+) -> dict[str, tuple[str, list[tuple[int, dict[str, float]]]]]:
+    """As ``contents``, where the bytes of each variant's last state alone are in the
+    repository."""
+    return {
+        name: (_content(repo.load(path[0].uid)), [(state.step, state.metrics) for state in path])
         for name, path in _paths(repo, study, plan).items()
     }
 

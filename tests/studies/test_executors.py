@@ -111,7 +111,7 @@ def test_calls_fail_where_no_process_can_be_started_and_wait_for_one_that_is_at_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slots = Slots(1)
-    monkeypatch.setattr(executors, "_Slot", slots)
+    monkeypatch.setattr(executors, "Slot", slots)
     processes = Processes(2)
     first, second = (processes.submit(pow, 2, number) for number in range(2))
     assert not second.done()
@@ -130,7 +130,7 @@ def test_a_shutdown_that_does_not_wait_fails_the_calls_that_have_not_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slots = Slots(1)
-    monkeypatch.setattr(executors, "_Slot", slots)
+    monkeypatch.setattr(executors, "Slot", slots)
     processes = Processes(1)
     first, second = (processes.submit(pow, 2, number) for number in range(2))
     processes.shutdown(wait=False)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,21 @@ def test_the_first_rank_takes_the_start_from_the_explorer_s_memory_and_passes_it
     run(2, f"{HERE}:fork_by_hand", folder=str(repo.location.packs.parent), rate=1e-3, epochs=1)
     ours, theirs = model_of(repo, "done/s/low"), model_of(repo, "by-hand")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_variants_of_two_ranks_need_no_shared_disk(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The explorer pulls their states, whose parts cannot be pushed."""
+    # on another machine, workers leave the explorer's SQLite file alone
+    monkeypatch.setattr(sys.modules[explore.__module__], "node_id", lambda: "another machine")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plan = Plan((Variant("low", None, 1, {"lr": 1e-3}), Variant("low-a", "low", 1, {"seed": 4})))
+    report = explored(repo, plan, ranks=2)
+    assert report, report.errors
+    assert {state.world_size for state in report.done.values()} == {2}
+    assert repo.verify("done/s/low-a").digest == report.done["low-a"].digest
+    assert attempts(repo) == {"low": 1, "low-a": 1}
 
 
 @pytest.mark.parametrize("ranks", [3, 1])
