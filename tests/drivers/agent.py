@@ -480,7 +480,7 @@ def settle(report: Report) -> bool:
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
         found = status()
-        if processes(_TAKEOVER) or found is None or not found.memories:
+        if found is None or not found.memories:  # all are handed over
             break
         time.sleep(0.02)
     began, held = time.monotonic(), processes(_TAKEOVER)
