@@ -164,6 +164,7 @@ def test_show_as_json_has_stable_fields(invoke: Invoke) -> None:
         "notes",
         "parts",
         "added",
+        "nearest",
         "configured",
     ]
     assert shown["children"] == [uid("1", 4), uid("f", 4)]

@@ -50,7 +50,9 @@ def _follow(lineage: Lineage, state: State, suffix: Suffix) -> State | None:
         for index, one in enumerate(lineage.states)
         if one.uid in reached and key in one.metrics
     ]
-    values = [(-value if is_max else value, -index) for value, index in values if value == value]
+    values = [
+        (-value if is_max else value, -index) for value, index in values if math.isfinite(value)
+    ]
     return lineage.states[-min(values)[1]] if values else None
 
 
