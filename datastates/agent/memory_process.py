@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
@@ -33,12 +34,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Ended(Exception):
-    """The process was killed, or has failed. What was asked may be asked of another one."""
+    """The process was killed or stopped, or has failed. Another process may take the request."""
 
 
 class MemoryProcess(Generic[_A]):
     """Runs ``python -m module`` on the memory of ``arena``, which is shared. ``words`` are further
-    arguments. ``answer`` is the type of what it answers.
+    arguments. ``answer`` is the type of its answers.
 
     One thread at a time may ``ask``; ``close`` may be called from any. If the process ends, another
     one is started, up to ``_STARTS`` in all. ``starts`` counts them.
@@ -72,7 +73,7 @@ class MemoryProcess(Generic[_A]):
     def ask(self, request: msgspec.Struct, note: Callable[[_A], bool]) -> _A:
         """The first answer that ``note`` does not take.
 
-        :raises Ended: the process ended before it answered.
+        :raises Ended: the process has ended without an answer.
         """
         connection, process = self._connection, self._process
         if connection is None or process is None:
@@ -86,6 +87,8 @@ class MemoryProcess(Generic[_A]):
                     if not note(answer):
                         self._is_busy = False
                         return answer
+                elif _is_stopped(process.pid):
+                    break
         except (EOFError, OSError, msgspec.MsgspecError):
             pass
         self._start()
@@ -129,6 +132,14 @@ class MemoryProcess(Generic[_A]):
                 process.kill()  # it may not see for long that it was closed
             with suppress(subprocess.TimeoutExpired):  # a system call of it does not return
                 process.wait(_EXIT_S if not self._is_busy else 0.1)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process. It would never answer."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+    except OSError:
+        return False
 
 
 def _described(connection: Connection, shared: SharedMemory) -> list[str]:

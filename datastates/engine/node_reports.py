@@ -29,6 +29,9 @@ from datastates.system.interrupts import Mutex
 
 from .rank_reports import Reply, Report, report, tell
 
+PATIENCE_S = 30.0
+"""How long a rank waits for the process, in seconds, before it reports directly."""
+
 IDLE_S = 10.0
 """How long the process waits for a rank, in seconds."""
 
@@ -70,8 +73,13 @@ class NodeReports:
                 if self._connection is None:
                     self._connection = self._connect()
                 self._connection.send_bytes(_encode(said))
-                answer = _answers_decoder.decode(self._connection.recv_bytes())
+                has_answered = self._connection.poll(PATIENCE_S)
+                answer = (
+                    _answers_decoder.decode(self._connection.recv_bytes()) if has_answered else None
+                )
             except (EOFError, OSError, OverflowError, Unavailable, msgspec.MsgspecError):
+                answer = None
+            if answer is None:
                 # a report that was recorded changes nothing when it comes again
                 self._close()
                 return report(self._database, said)
@@ -86,7 +94,7 @@ class NodeReports:
 
     def _connect(self) -> Connection:
         """
-        :raises Unavailable: no process listens yet; it is started.
+        :raises Unavailable: no process listens yet. It is started.
         """
         try:
             made = connect(_address(self._url))

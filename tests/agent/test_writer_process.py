@@ -126,9 +126,17 @@ def test_a_base_is_known_to_the_next_process_too(training: Training, tmp_path: P
     check(tmp_path, state("a", 1), state("b", 2), state("c", 3))
 
 
-def kill(training: Training) -> None:
+def kill(training: Training, number: int = signal.SIGKILL) -> None:
     assert training.writer.process.pid is not None
-    os.kill(training.writer.process.pid, signal.SIGKILL)
+    os.kill(training.writer.process.pid, number)
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_stopped_is_replaced(training: Training, tmp_path: Path) -> None:
+    kill(training, signal.SIGSTOP)
+    training.put(state("a", 1))
+    check(tmp_path, state("a", 1))
+    assert training.writer.process.starts == 2
 
 
 def test_after_three_ends_this_process_writes(training: Training, tmp_path: Path) -> None:

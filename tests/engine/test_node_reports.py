@@ -124,6 +124,20 @@ def test_a_process_that_is_killed_costs_nothing(
     assert pid_of(database) not in {pid, os.getpid()}
 
 
+@pytest.mark.timeout(60)
+def test_a_process_that_does_not_answer_is_not_waited_for(
+    database: Database, ranks: list[NodeReports], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_reports, "PATIENCE_S", 0.2)
+    pid = pid_of(database)
+    os.kill(pid, signal.SIGSTOP)
+    news = parts()
+    for rank, said in enumerate(said_of(news)):
+        replied = ranks[rank].report(said)
+    assert replied.outcomes[news[0].uid].state is not None
+    os.kill(pid, signal.SIGCONT)
+
+
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_one_refused_report_does_not_hinder_the_others(
     database: Database, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
