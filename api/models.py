@@ -57,8 +57,8 @@ class RepositoryInfo:
     """One of the repositories that a server serves.
 
     ``scope`` is what the client's token allows: read, write or admin. ``location`` and ``packs``
-    are the arguments of ``datastates.open`` on the server's machine. A token that only reads is not
-    told them. ``packs`` is null where ``location`` is a folder."""
+    are the arguments of ``datastates.open`` on the server's machine. A token that only reads does
+    not get them. ``packs`` is null where ``location`` is a folder."""
 
     name: str
     uid: str

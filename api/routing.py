@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Mount
@@ -286,6 +286,13 @@ def _allowed(request: Request) -> str:
         )
     ]
     return ", ".join(found) or "GET, HEAD"  # for the page's files
+
+
+def name_in_path(description: str) -> Any:
+    """The parameter of a route for a name without spaces and control characters."""
+    return Path(
+        min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f]+$", description=description
+    )
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:

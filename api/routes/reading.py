@@ -25,7 +25,7 @@ from datastates.api.models import (
     stats_of,
 )
 from datastates.api.payload import etag_of, is_known, reply, stop_after, stop_when_gone
-from datastates.api.routing import Routes, Scope, placeless
+from datastates.api.routing import Routes, Scope, name_in_path, placeless
 from datastates.api.served import Chosen, Uid
 from datastates.compare.diff import BINS, MOST_BINS, Diff, Histogram, Scale
 from datastates.compare.diff import diff as compare
@@ -126,12 +126,7 @@ def branch_detail(
     request: Request,
     name: Annotated[
         str,
-        Path(
-            min_length=1,
-            max_length=200,
-            pattern=r"^[^\x00-\x20\x7f]+$",
-            description="A branch; may have slashes",
-        ),
+        name_in_path("A branch; may have slashes"),
     ],
     metric: Annotated[
         str | None, Query(min_length=1, max_length=255, description="As for all branches")

@@ -13,7 +13,7 @@ from fastapi import Header, Path, Query, Request, Response
 from datastates.api.cache import etag_of_note, etag_of_ref
 from datastates.api.models import Annotations, Evicted, NewNote, NewRef, NoteText, Page, RefMove
 from datastates.api.payload import etag_of, reply
-from datastates.api.routing import Refusal, Routes, Scope
+from datastates.api.routing import Refusal, Routes, Scope, name_in_path
 from datastates.api.served import Chosen, Served, Uid
 from datastates.errors import Conflict, InvalidInput
 from datastates.lineage.query import names, revision
@@ -31,12 +31,7 @@ ref_routes = Routes("refs")
 
 Name = Annotated[
     str,
-    Path(
-        min_length=1,
-        max_length=200,
-        pattern=r"^[^\x00-\x20\x7f]+$",
-        description="A branch or a tag; may have slashes",
-    ),
+    name_in_path("A branch or a tag; may have slashes"),
 ]
 IfMatch = Annotated[str | None, Header(description="What it must still be: the ETag of `GET`")]
 CHANGED: dict[int | str, dict[str, object]] = {412: {}, 428: {}}

@@ -10,7 +10,7 @@ from fastapi import Path, Query, Request, Response
 from datastates.api.live import TYPES, shown
 from datastates.api.models import Page
 from datastates.api.payload import etag_of, is_known, reply
-from datastates.api.routing import Routes, Scope
+from datastates.api.routing import Routes, Scope, name_in_path
 from datastates.api.served import Chosen
 from datastates.errors import NotFound
 from datastates.lineage.views import study_trees
@@ -61,12 +61,7 @@ def get_study(
     request: Request,
     name: Annotated[
         str,
-        Path(
-            min_length=1,
-            max_length=200,
-            pattern=r"^[^\x00-\x20\x7f]+$",
-            description="A study; may have slashes",
-        ),
+        name_in_path("A study; may have slashes"),
     ],
     metric: _Metric = None,
     direction: Annotated[
