@@ -294,11 +294,11 @@ def _listed(tiers: object) -> tuple[FurtherTier | str, ...]:
 
 
 def _check_place(processor: object, name: str) -> None:
-    """Raise unless a processor can be called where it says."""
+    """Raise unless a processor can be called in the process that its ``where`` names."""
     where, kind = getattr(processor, "where", "training"), type(processor)
     if where not in {"training", "agent"}:
         raise InvalidInput(
-            f"the processor {name!r} has where={values.shown(where)}: say 'training' or 'agent'"
+            f"the processor {name!r} has where={values.shown(where)}: set 'training' or 'agent'"
         )
     if where == "training":
         return

@@ -1,5 +1,6 @@
-"""Samples as small pictures: of arrays, drawn by matplotlib; or of images that are encoded
-already. Further, the pictures and small files that are captured with a state."""
+"""Small pictures of samples. matplotlib draws arrays, and encoded images are used as they are.
+
+Also the pictures and small files that are captured with a state."""
 
 from __future__ import annotations
 
@@ -155,7 +156,7 @@ _NAME = re.compile(r"\w(?:[\w .,+=@()-]{0,98}[\w)])?")
 def files_to_capture(given: object) -> dict[str, Tensor]:
     """The files of ``capture(files=…)`` as bytes, by name. Figures are drawn, and paths are read.
 
-    A name without a suffix gets that of the path, or ``.png`` for a figure.
+    A name without a suffix gets the suffix of the path, or ``.png`` for a figure.
 
     :raises InvalidInput: a name, a figure or a path cannot be used, or the files are too large.
     """
@@ -214,7 +215,7 @@ def _content(found: object, what: str) -> tuple[bytes, str]:
 
 
 def files_of(reader: Reader) -> dict[str, bytes]:
-    """The files of an open state, by name. Nothing else of the state is read.
+    """The files of an open state, by name. Only these chunks are read.
 
     :raises Corrupt: a chunk fails its digest, or there is something else in place of the files.
     """

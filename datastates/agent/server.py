@@ -298,7 +298,7 @@ class Agent:
             )
         sizes = {each.key: each.register.size for each in self._clients}
         sizes |= {takeover.key: takeover.size for takeover in self._takeovers.values()}
-        sizes[_key(fds[0])] = register.size  # a training that attached has that of a dead one
+        sizes[_key(fds[0])] = register.size  # a training that attached has the memory of a dead one
         if (total := sum(sizes.values())) > MOST_BYTES_HELD:
             raise Corrupt(
                 f"the memories of {len(sizes)} trainings would have {total} bytes together, and"

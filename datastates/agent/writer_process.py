@@ -156,8 +156,8 @@ def _note(answer: _Answer) -> bool:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write what the training asks for. The further arguments are the folder, and whether to write
-    past the page cache."""
+    """Write the states that the training requests. The further arguments are the folder, and
+    whether to write past the page cache."""
     server = Server(arguments)
     known: dict[tuple[str, int], Manifest] = {}
     reported_at = 0.0

@@ -96,7 +96,7 @@ def branch(
         return _change(shell, RefKind.BRANCH, name, rev, None, move=move, expected=expected)
     if move or expected:
         raise typer.BadParameter(
-            "it takes the old name and the new one, and nothing else", param_hint="--rename"
+            "it takes two names: the old one and the new one", param_hint="--rename"
         )
     with shell.repository() as repository:
         renamed = repository.rename(name, rev)

@@ -1,5 +1,5 @@
-"""``AgentProcessor``: a user's processor with ``where = "agent"``, which runs in a process of its
-own on the shared memory of the training.
+"""``AgentProcessor``: a user's processor with ``where = "agent"``, which runs in a separate
+process on the shared memory of the training.
 
 The process makes another object of the processor's class. It gets the manifest and the slots of
 each state, so no tensor is copied. The thread of the processors waits for it, so the order of
@@ -95,8 +95,8 @@ class AgentProcessor:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Process what the training asks for. The further arguments are the class of the processor, and
-    the path of imports."""
+    """Process the states that the training sends. The further arguments are the class of the
+    processor, and the path of imports."""
     server = Server(arguments)
     sys.path[:] = json.loads(server.words[1])
     module, name = server.words[0].split(":")

@@ -71,8 +71,8 @@ class Processor(Protocol):
     it to ``Config(processors=[…])``.
 
     Subclass this for the defaults, or provide the names without ``where``. One thread,
-    ``datastates-processors``, makes all calls, one at a time, so a processor needs no lock of its
-    own. Each processor sees the states in the order in which they were recorded. For each state,
+    ``datastates-processors``, makes all calls, one at a time, so a processor needs no
+    lock. Each processor sees the states in the order in which they were recorded. For each state,
     processors with smaller ``priority`` are called first.
     """
 

@@ -558,7 +558,7 @@ class Pass:
         Random numbers that are drawn in this process, alternating with the training's, decide what
         a batch is but not the next ones.
         """
-        # of a batch that another rank sent, only that rank can tell whether it drew numbers
+        # only the rank that read a batch knows whether random numbers were drawn for it
         is_drawn = is_drawn or is_received(self._source)
         loader, pairs = (
             self._loader,

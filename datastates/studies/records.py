@@ -300,8 +300,8 @@ class Outcome:
 
     ``is_death``: the error is that a process died, which may not be the variant's fault.
     ``url``: where a worker without the explorer's disk serves its states. ``took_s``: the time
-    that such a worker took. ``addresses``: those of a worker that could not connect to the
-    explorer.
+    that such a worker took. ``addresses``: the addresses of a worker that could not connect
+    to the explorer.
     ``is_ended``: the worker ended the variant, which exceeded a limit. ``is_declined``: the worker
     left a variant that was ended there to others. ``node``: its machine and network.
     """

@@ -252,7 +252,7 @@ def _metrics_to_try(
 class FoundHeads:
     """The newest states of branches that a search finds: the place of each in its order, by row id.
 
-    ``limit`` is how many branches the search asks for; None: all."""
+    ``limit`` is the most branches that the search returns. None is no limit."""
 
     places: Mapping[int, int]
     is_ordered: bool

@@ -75,7 +75,7 @@ def test_what_another_process_cannot_make_is_refused() -> None:
         Config(processors=[Given("file")])
     wrong = Noting()
     wrong.where = "elsewhere"  # type: ignore[assignment]
-    with pytest.raises(InvalidInput, match="say 'training' or 'agent'"):
+    with pytest.raises(InvalidInput, match="set 'training' or 'agent'"):
         Config(processors=[wrong])
 
 
