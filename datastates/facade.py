@@ -693,6 +693,7 @@ class Facade:
         self,
         rev: None = None,
         *,
+        tier: str | None = None,
         since: str | None = None,
         limit_s: Seconds | None = None,
         on_progress: Callable[[int, int], None] | None = None,
@@ -703,18 +704,21 @@ class Facade:
         self,
         rev: Revision | None = None,
         *,
+        tier: str | None = None,
         since: str | None = None,
         limit_s: Seconds | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> State | VerifyReport:
         """Read every byte of a state, and check that none has rotted and that all are as they were
-        when the state was first exported, imported or verified. Without a state: read every byte in
-        the folder of packs once, and name every damaged state, tensor and chunk.
+        when the state was first exported, imported or verified. Without a state: read every byte of
+        the packs once, in the folder and in the bucket if there is one, and name every damaged
+        state, tensor and chunk.
 
             for damage in repo.verify().damage:
                 print(damage.state, damage.tensors, damage.problem)
 
         :param rev: the state; None: all of them.
+        :param tier: the name of a further tier, which is read instead of the packs.
         :param since: resume after this uid, the ``mark`` of an earlier report.
         :param limit_s: stop after this many seconds; the report then has a ``mark``.
         :param on_progress: called with the bytes read so far, and their total.
@@ -723,11 +727,12 @@ class Facade:
         if rev is None:
             from datastates.maintenance.verify import Limits, check_all  # few ask for it
 
-            return check_all(self.core, Limits(since, limit_s), on_progress=on_progress)
-        if since is not None or limit_s is not None:
+            limits = Limits(since, limit_s, tier=tier)
+            return check_all(self.core, limits, on_progress=on_progress)
+        if since is not None or limit_s is not None or tier is not None:
             raise InvalidInput(
-                "since and limit_s belong to a check of everything: leave out the state, or leave"
-                " out these arguments"
+                "since, limit_s and tier belong to a check of everything: leave out the state, or"
+                " leave out these arguments"
             )
         state = self.state(rev)
         verify(self.core, state)

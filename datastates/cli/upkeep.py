@@ -92,7 +92,7 @@ def verify(
         str | None,
         typer.Argument(
             metavar="REV",
-            help="A state; without one, everything in the folder of packs.",
+            help="A state; without one, all packs, in the folder and in a bucket.",
             autocompletion=ref_names,
         ),
     ] = None,
@@ -114,17 +114,26 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            "--tier",
+            metavar="NAME",
+            help="Instead of the packs, read what this tier has.",
+            show_default=False,
+        ),
+    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of a state, or of all states, and check it against its digests."""
     shell = Shell(context, repo, as_json)
     if rev is None:
-        return _verify_all(shell, since, limit)
-    if since is not None or limit is not None:
+        return _verify_all(shell, since, limit, tier)
+    if since is not None or limit is not None or tier is not None:
         raise InvalidInput(
-            "--since and --for belong to a check of everything: leave out the state, or leave out"
-            " these options"
+            "--since, --for and --tier belong to a check of everything: leave out the state, or"
+            " leave out these options"
         )
     with shell.repository() as repository:
         state = repository.verify(rev)
@@ -136,7 +145,7 @@ def verify(
     return None
 
 
-def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
+def _verify_all(shell: Shell, since: str | None, limit: float | None, tier: str | None) -> None:
     """Read everything, and end with the exit code of damage if there is any.
 
     If Ctrl-C ends it, the output explains how to continue.
@@ -144,7 +153,8 @@ def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
     from datastates.maintenance.verify import Limits, check_all
 
     marks: list[str] = []
-    limits = Limits(since, None if limit is None else values.seconds(limit, "--for"))
+    limit = None if limit is None else values.seconds(limit, "--for")
+    limits = Limits(since, limit, tier=tier)
     with shell.repository() as repository, progress(shell, "verifying") as show:
         try:
             found = check_all(
@@ -180,6 +190,11 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
         shell.write(text)
     said = f"{len(found.hurt)} damaged" if found.damage else "every byte as it was written"
     shell.write(f"{plural(found.states, 'state')}, {size_text(found.bytes)} read: {said}")
+    for tier, count in found.elsewhere.items():
+        only = f"{plural(count, 'state')} only on the {tier} tier"
+        shell.hint(
+            f"{only}: `datastates verify --tier {tier}` reads {'it' if count == 1 else 'them'}"
+        )
     if found.mark is not None:
         shell.hint(f"`datastates verify --since {found.mark}` continues")
 

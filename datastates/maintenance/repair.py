@@ -82,7 +82,7 @@ def repair(
     """Check everything, and restore what can be restored; see ``Repository.repair``."""
     core.home.check_writable()
     core.settle()
-    found = check_all(core, Limits(), on_progress=on_progress)
+    found = check_all(core, Limits(tier=core.tiers.durable.name), on_progress=on_progress)
     with ExitStack() as stack:
         places: list[Tier | Peer] = [
             *(() if core.tiers.captured is None else (core.tiers.captured,)),

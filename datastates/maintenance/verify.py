@@ -1,5 +1,5 @@
-"""Reads every byte that a folder of packs holds for this lineage once, on several threads, and
-reports damage by name.
+"""Reads every byte that a folder of packs, a bucket or another tier holds for this lineage once, on
+several threads, and reports damage by name.
 
 Files are read in the order of uids, so that a check that was ended continues after its last state.
 Bytes that several states share are read once, and reported for each of them if they are damaged.
@@ -16,8 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from operator import itemgetter
 
 from datastates.errors import Conflict, Corrupt, NotFound, Unavailable
+from datastates.lineage import lookup
 from datastates.lineage.query import names, walk
 from datastates.lineage.query.incomplete import waiting
 from datastates.lineage.query.retained import held_on
@@ -30,10 +32,13 @@ from datastates.state.manifest import CHUNK_BYTES, Manifest
 from datastates.storage.dedup import ChunkIndex
 from datastates.storage.local import LocalTier
 from datastates.storage.pack import places_of
+from datastates.storage.remote import ObjectTier
+from datastates.storage.tier import Tier
 from datastates.system.interrupts import checkpoint
 
 from .backup import BACKUP, damage_of
 from .core import Core
+from .further import named
 from .lease import identity
 
 _PIECE = 16
@@ -41,8 +46,8 @@ _PIECE = 16
 
 _MOST_THREADS = 4
 
-_Place = tuple[str, int]
-"""A pack, and the offset of a chunk in it."""
+_Place = tuple[str, str, int]
+"""A tier, a pack, and the offset of a chunk in it; or a tier, the digest of a chunk, and 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,8 @@ class VerifyReport:
     needs: the backup of the lineage, the index of chunks and the identity of the folder. ``mark``
     is the uid to continue from (``since``) if the check was ended early; None if it finished.
     ``partial`` lists states that wait for parts of other ranks, in words. They enter the lineage
-    once they are whole, and cannot be restored before.
+    once they are whole, and cannot be restored before. ``elsewhere`` counts, for each tier that was
+    not read, the states that only it holds.
     """
 
     states: int
@@ -76,6 +82,7 @@ class VerifyReport:
     unread: tuple[str, ...]
     mark: str | None
     partial: tuple[str, ...] = ()
+    elsewhere: dict[str, int] = field(default_factory=dict)
 
     @property
     def hurt(self) -> tuple[str, ...]:
@@ -85,12 +92,13 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The start of a check, and its longest time. ``threads`` None: as many as there are cores, at
-    most four."""
+    """The start of a check, its longest time, and the further tier that is read instead of the
+    packs. ``threads`` None: as many as there are cores, at most four."""
 
     since: str | None = None
     limit_s: float | None = None
     threads: int | None = None
+    tier: str | None = None
 
 
 def check_all(
@@ -105,16 +113,20 @@ def check_all(
     ``on_mark`` is called with each uid up to which everything was read."""
     core.check_open()
     core.settle()
-    run = _Run(
-        core, limits, on_progress or (lambda done, total: None), on_mark or (lambda mark: None)
-    )
-    return run.run()
+    tiers: list[Tier] = [core.tiers.durable, *core.tiers.further[: bool(core.location.bucket)]]
+    if limits.tier == core.tiers.durable.name:
+        tiers = tiers[:1]
+    elif limits.tier is not None:
+        tiers = [named(core, limits.tier)]
+    tell, mark = on_progress or (lambda done, total: None), on_mark or (lambda mark: None)
+    return _Run(core, tiers, limits, tell, mark).run()
 
 
 @dataclass(slots=True)
 class _Task:
     """A state that is being read, as pieces that each return the damage."""
 
+    tier: Tier
     uid: str
     rank: int
     pieces: list[Future[list[Damage]]] = field(default_factory=list)
@@ -127,13 +139,14 @@ class _Run:
     def __init__(
         self,
         core: Core,
+        tiers: list[Tier],
         limits: Limits,
         tell: Callable[[int, int], None],
         mark: Callable[[str], None],
     ) -> None:
         self._core, self._limits, self._tell, self._mark = core, limits, tell, mark
-        self._tier: LocalTier = core.tiers.durable
-        self._total = self._tier.bytes_stored
+        self._tiers = tiers
+        self._total = 0
         self._done, self._lock = 0, threading.Lock()
         self._seen: set[_Place] = set()
         self._read_already: set[_Place] = set()
@@ -141,21 +154,27 @@ class _Run:
         self._damage: list[Damage] = []
         self._unread: list[str] = []
         self._states, self._counted = 0, ""
+        self._uids: set[str] = set()
 
     def run(self) -> VerifyReport:
-        """Check every state of the folder, and every state of the folder in the lineage."""
+        """Check every state that is on the tiers, or that the lineage records there."""
         until = None if self._limits.limit_s is None else time.monotonic() + self._limits.limit_s
         threads = self._limits.threads or min(_MOST_THREADS, os.cpu_count() or 1)
         waiting: deque[_Task] = deque()
         last: str | None = None
-        since, node = self._limits.since, self._core.home.uid or ""
-        with self._core.database.read() as session:
-            named = {*held_on(session, tier=self._tier.name, node=node), *self._tier.parts()}
-        if since is None:
+        since = self._limits.since
+        found = [
+            (uid, rank, tier)
+            for tier in self._tiers
+            for uid, rank in self._parts(tier)
+            if since is None or uid > since
+        ]
+        self._uids = {uid for uid, _, _ in found}
+        if since is None and self._core.tiers.durable in self._tiers:
             self._unread += _damaged_beside(self._core)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="datastates-verify")
         try:
-            for uid, rank in sorted(each for each in named if since is None or each[0] > since):
+            for uid, rank, tier in sorted(found, key=itemgetter(0)):
                 if (
                     until is not None
                     and last is not None
@@ -164,7 +183,7 @@ class _Run:
                 ):
                     self._finish(waiting, 0)
                     return self._report(last)
-                waiting.append(self._begin(uid, rank, pool))
+                waiting.append(self._begin(tier, uid, rank, pool))
                 last = uid
                 self._finish(waiting, 4 * threads)
             self._finish(waiting, 0)
@@ -172,9 +191,31 @@ class _Run:
             pool.shutdown(wait=True, cancel_futures=True)
         return self._report(None)
 
+    def _parts(self, tier: Tier) -> set[tuple[str, int]]:
+        """The parts that a tier holds, or holds as the lineage records it."""
+        node = _node(self._core, tier)
+        with self._core.database.read() as session:
+            recorded = held_on(session, tier=tier.name, node=node)
+        if isinstance(tier, LocalTier | ObjectTier):
+            self._total += tier.bytes_stored
+            return {*recorded, *tier.parts()}
+        with self._core.database.read() as session:
+            states = lookup.states(session, sorted({uid for uid, _ in recorded}))
+        self._total += sum(state.bytes_total for state in states)
+        return set(recorded)
+
     def _report(self, mark: str | None) -> VerifyReport:
+        others = {
+            tier.name: _node(self._core, tier)
+            for tier in self._core.tiers.further
+            if tier not in self._tiers and self._limits.tier is None
+        }
         with self._core.database.read() as session:
             partial = tuple(str(each) for each in waiting(session))
+            only = {
+                name: {uid for uid, _ in held_on(session, tier=name, node=node)} - self._uids
+                for name, node in others.items()
+            }
         return VerifyReport(
             self._states,
             self._done,
@@ -182,17 +223,18 @@ class _Run:
             tuple(dict.fromkeys(self._unread)),
             mark,
             partial,
+            {name: len(uids) for name, uids in only.items() if uids},
         )
 
-    def _begin(self, uid: str, rank: int, pool: ThreadPoolExecutor) -> _Task:
+    def _begin(self, tier: Tier, uid: str, rank: int, pool: ThreadPoolExecutor) -> _Task:
         checkpoint()
-        task = _Task(uid, rank)
+        task = _Task(tier, uid, rank)
         try:
-            task.manifest = manifest = self._tier.sound(uid, rank).manifest
+            task.manifest = manifest = _manifest(tier, uid, rank)
         except NotFound:
+            node = _node(self._core, tier)
             with self._core.database.read() as session:
-                node = self._core.home.uid or ""
-                is_claimed = bool(held(session, [uid], tier=self._tier.name, node=node))
+                is_claimed = bool(held(session, [uid], tier=tier.name, node=node))
             if is_claimed:
                 task.damage.append(
                     Damage(
@@ -210,15 +252,15 @@ class _Run:
         self._counted = uid
         self._compare(task, manifest)
         wanted: list[int] = []
-        for index, ref in enumerate(manifest.refs):
-            place = manifest.packs[ref.pack].name, ref.offset
+        for index in range(len(manifest.content.chunks)):
+            place = _place(tier, manifest, index)
             if place in self._seen:
                 task.shared.append((index, place))
             else:
                 self._seen.add(place)
                 wanted.append(index)
         task.pieces = [
-            pool.submit(self._read, uid, rank, wanted[at : at + _PIECE])
+            pool.submit(self._read, tier, uid, rank, wanted[at : at + _PIECE])
             for at in range(0, len(wanted), _PIECE)
         ]
         return task
@@ -238,11 +280,11 @@ class _Run:
             )
             task.damage.append(Damage(task.uid, task.rank, None, (), said))
 
-    def _read(self, uid: str, rank: int, chunks: list[int]) -> list[Damage]:
+    def _read(self, tier: Tier, uid: str, rank: int, chunks: list[int]) -> list[Damage]:
         """Read some chunks; runs on a thread of the pool."""
         found: list[Damage] = []
         try:
-            reader = self._tier.open_part(uid, rank, verify=True)
+            reader = tier.open_part(uid, rank, verify=True)
         except (NotFound, Corrupt):
             return found  # removed, or replaced, since its manifest was read
         except Unavailable as exc:
@@ -250,9 +292,9 @@ class _Run:
             return found
         with reader:
             manifest = reader.manifest
+            reader.ahead(chunks)
             for index in chunks:
-                ref = manifest.refs[index]
-                place = manifest.packs[ref.pack].name, ref.offset
+                place = _place(tier, manifest, index)
                 try:
                     reader.chunk(index)
                 except Corrupt as exc:
@@ -282,7 +324,7 @@ class _Run:
             for index, place in task.shared:
                 # an earlier state was to read it, and may have been removed meanwhile
                 if place not in self._read_already:
-                    task.damage += self._read(task.uid, task.rank, [index])
+                    task.damage += self._read(task.tier, task.uid, task.rank, [index])
                 elif place in self._bad and task.manifest is not None:
                     tensors = _tensors(task.manifest, index)
                     task.damage.append(
@@ -292,6 +334,28 @@ class _Run:
             self._tell(min(self._done, self._total), self._total)
             if not waiting or waiting[0].uid != task.uid:  # its last part
                 self._mark(task.uid)
+
+
+def _node(core: Core, tier: Tier) -> str:
+    """The node under which the lineage records the states of a tier."""
+    if tier is core.tiers.durable:
+        return core.home.uid or ""
+    with core.database.read() as session:  # a process that only reads has not checked the tier
+        return tier.node or attachments.urls(session).get(getattr(tier, "url", ""), "")
+
+
+def _manifest(tier: Tier, uid: str, rank: int) -> Manifest:
+    if isinstance(tier, LocalTier | ObjectTier):
+        return tier.sound(uid, rank).manifest
+    with tier.open_part(uid, rank) as reader:
+        return reader.manifest
+
+
+def _place(tier: Tier, manifest: Manifest, index: int) -> _Place:
+    if isinstance(tier, LocalTier | ObjectTier):
+        ref = manifest.refs[index]
+        return tier.name, manifest.packs[ref.pack].name, ref.offset
+    return tier.name, manifest.content.chunks[index].digest.hex(), 0
 
 
 def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:

@@ -244,6 +244,11 @@ class ObjectTier(KeyedTier):
 
         return RemoteReader(manifest, fetch, follows, source=f"the {self.name} tier", verify=verify)
 
+    @property
+    def bytes_stored(self) -> int:
+        """The bytes of all packs, by one listing."""
+        return sum(size for key, (_, size) in self._listed("") if uid_of(key, "safetensors"))
+
     def uids(self) -> Iterator[str]:
         """The uid of every state that is here."""
         self._check_open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch
 
 import datastates
 from datastates import Config, Status
-from datastates.errors import Conflict, InvalidInput
+from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.maintenance import further
 from tests.support.stores import S3Server
 
@@ -138,3 +139,45 @@ def test_the_lineage_is_rebuilt_from_the_bucket(url: str, tmp_path: Path) -> Non
 def test_scratch_without_a_bucket_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="is the folder for packs on their way to a bucket"):
         datastates.open(tmp_path / "run", scratch=tmp_path / "one")
+
+
+def test_verify_reads_the_bucket(url: str, s3: S3Server, tmp_path: Path) -> None:
+    weight = torch.rand(1_500_000)
+    with (
+        datastates.open(tmp_path / "run", packs=url, scratch=tmp_path / "one") as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
+        first = run.capture().wait("external", PATIENCE_S)
+        weight[:10] += 1
+        second = run.capture().wait("external", PATIENCE_S)
+    for leftover in (tmp_path / "one").glob("*.*"):
+        leftover.unlink()
+    with datastates.open(tmp_path / "run", packs=url, scratch=tmp_path / "two") as repo:
+        whole = repo.verify()
+        assert (whole.states, whole.damage, whole.elsewhere) == (2, (), {})
+        assert whole.bytes == 6_000_000 + 4 * (1 << 20), "a chunk that both share is read once"
+    shown = run_command("verify", "--repo", tmp_path / "run")
+    assert "2 states only on the s3 tier: `datastates --repo" in shown
+    assert "2 states, " in run_command("verify", "--tier", "s3", "--repo", tmp_path / "run")
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    listing = s3.request("GET", f"/{bucket}?prefix={prefix}/{second.uid}").body.decode()
+    (pack,) = re.findall(r"<Key>([^<]*\.safetensors)</Key>", listing)
+    body = bytearray(s3.request("GET", pack := f"/{bucket}/{pack}").body)
+    body[-5000] ^= 1
+    assert s3.request("PUT", pack, bytes(body)).status == 200
+    with datastates.open(tmp_path / "run", packs=url, scratch=tmp_path / "two") as repo:
+        (found,) = repo.verify().damage
+        assert (found.state, found.chunk, found.tensors) == (second.uid, 0, ("weight",))
+        assert s3.request("DELETE", f"/{bucket}/{prefix}/{first.uid}.0.manifest").status == 204
+        damage = {each.state: each.chunk for each in repo.verify(tier="s3").damage}
+        assert damage == {first.uid: None, second.uid: 0}
+        with pytest.raises(NotFound, match="has no tier 'far' here"):
+            repo.verify(tier="far")
+        with pytest.raises(InvalidInput, match="belong to a check of everything"):
+            repo.verify("main", tier="s3")  # type: ignore[call-overload]
+
+
+def run_command(*words: object) -> str:
+    command = [sys.executable, "-m", "datastates", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
