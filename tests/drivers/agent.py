@@ -480,9 +480,11 @@ def settle(report: Report) -> bool:
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
         found = status()
-        if found is None or not found.memories:  # all are handed over
-            break
+        if not processes(_AGENT) or (found is not None and not found.memories):
+            break  # all are handed over
         time.sleep(0.02)
+    else:
+        report.note(f"the agent still guards after 30 s: {status()}")
     began, held = time.monotonic(), processes(_TAKEOVER)
     for pid, address in held.items():
         while time.monotonic() < began + 30.0 and pid in processes(_TAKEOVER):
