@@ -189,7 +189,7 @@ def _without_generators(found: Diff) -> Diff:
     """The diff without the states of random generators, which differ after each step."""
 
     def is_shown(path: str) -> bool:
-        return path.partition("/")[0] != "rng" and not path.endswith("/prints")
+        return "rng" not in path.split("/") and not path.endswith("/prints")
 
     return replace(
         found,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner, Result
 
 import datastates
@@ -92,3 +93,19 @@ def test_too_many_states_and_unknown_ones_are_refused_with_the_next_step(folder:
     assert unknown.exit_code == 3
     assert "bb" in unknown.output
     assert "at most 32" in call(folder, *["a"] * 33).output
+
+
+def test_random_generators_are_shown_only_on_request(tmp_path: Path) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, shuffle=True)
+    with datastates.open(tmp_path / "drawn") as repository:
+        weight = torch.zeros(2)
+        with repository.track(weight=weight) as run:
+            for _ in run.epochs(2):
+                for _ in run.steps(loader):
+                    weight += 1
+                    run.capture()
+    shown = call(tmp_path / "drawn", "main~5", "main").stdout
+    assert "weight" in shown
+    assert "loops/epoch" in shown
+    assert "rng" not in shown
+    assert "loops/passes/0/begin/rng" in call(tmp_path / "drawn", "main~5", "main", "--rng").stdout
