@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -74,15 +75,17 @@ def _from_disk(place: Place) -> Found:
 
 def _measure(place: Place, status: str) -> Found:
     """Restores in turns with the floor, each into tensors with other values, and each compared
-    afterwards."""
+    afterwards. A state in memory is restored by the training that captured it."""
     model = Model.make(place)
     floor, expected = Floor.make(place, model.size), [tensor.clone() for tensor in model.tensors]
     samples: dict[str, list[float]] = {
         name: [] for name in ("restored_ms", "floor_ms", "share_of_floor")
     }
-    with opened(model.size, states=1.1) as repo:
-        with repo.track(**model.objects) as run:
-            run.capture().wait(status, timeout_s=55)
+    with opened(model.size, states=1.1) as repo, ExitStack() as training:
+        run = training.enter_context(repo.track(**model.objects))
+        run.capture().wait(status, timeout_s=55)
+        if status == "durable":
+            training.close()
         for index in range(2 if place.is_quick else 6):
             for tensor in model.tensors:
                 tensor.zero_()

@@ -10,7 +10,6 @@ Everything is copied as bytes, so that pieces of all dtypes go through the same 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from datastates.state.digest import chunk_digest
 from datastates.state.geometry import (
     Box,
     Holding,
+    Placements,
     compact,
     dense_strides,
     dense_view,
@@ -307,7 +307,7 @@ class CopyPlan:
     packings: dict[torch.device, Packing] = field(default_factory=dict)
     digested: dict[torch.device, DeviceDigests] = field(default_factory=dict)
     placed: dict[tuple[torch.device, tuple[int, ...]], Pairs] = field(default_factory=dict)
-    _marks: _Marks | None = None
+    _placements: Placements | None = None
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -325,7 +325,11 @@ class CopyPlan:
         if flat.skeleton is not self.flat.skeleton:
             # ``flatten`` returns the same object as long as it is equal
             return False
-        if leaves is self.flat.tensors and self._marks is not None and self._marks.are_right():
+        if (
+            leaves is self.flat.tensors
+            and self._placements is not None
+            and self._placements.are_same()
+        ):
             # the common case: none has moved
             self.flat = flat
             return True
@@ -346,8 +350,8 @@ class CopyPlan:
         } & self.packings.keys():
             self.packings[device] = packing_of(self.routes[device], self.gaps)
         are_dense = all(source.is_dense for source in self.sources)
-        self._marks = (
-            _Marks([leaf.tensor for leaf in leaves], are_whole=self.shares is None)
+        self._placements = (
+            Placements([leaf.tensor for leaf in leaves], are_whole=self.shares is None)
             if are_dense
             else None
         )
@@ -634,49 +638,6 @@ def _place(
         done += count
         position += count
     return position
-
-
-class _Marks:
-    """Marks that show whether tensors are still where and as they were; checking one takes about
-    0.2 µs."""
-
-    __slots__ = ("_aliases", "_complex", "_kinds", "_spread", "_tensors")
-
-    def __init__(self, tensors: list[torch.Tensor], *, are_whole: bool) -> None:
-        self._spread = [] if are_whole else [tensor for tensor in tensors if is_spread(tensor)]
-        self._tensors = (
-            tensors
-            if are_whole
-            else [local for tensor in tensors if (local := local_of(tensor)) is not None]
-        )
-        self._aliases = [tensor.detach() for tensor in self._tensors]
-        self._complex = [tensor for tensor in self._tensors if tensor.dtype.is_complex]
-        self._kinds = self._look()
-
-    def are_right(self) -> bool:
-        """Whether every tensor has the memory, offset, shape, strides, dtype and flags that it
-        had."""
-        return (
-            all(map(torch.Tensor.is_set_to, self._tensors, self._aliases))
-            and self._look() == self._kinds
-        )
-
-    def _look(self) -> list[object]:
-        kinds = [
-            *map(_DTYPE, self._tensors),
-            *map(_REQUIRES_GRAD, self._tensors),
-            *map(torch.Tensor.is_conj, self._complex),
-        ]
-        return (
-            [*kinds, *map(_REQUIRES_GRAD, self._spread), *map(id, map(_LOCAL, self._spread))]
-            if self._spread
-            else kinds
-        )
-
-
-_DTYPE = operator.attrgetter("dtype")
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
-_LOCAL = operator.attrgetter("_local_tensor")
 
 
 def _present(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from datastates.lineage.session import Session
 
     from .attach import LeftMemory
+    from .loading import RestorePlan
 
 _logger = logging.getLogger(__name__)
 
@@ -472,6 +473,14 @@ class Training(Protocol):
     @property
     def branch(self) -> str:
         """The branch that its captures move forward."""
+
+    @property
+    def objects(self) -> Mapping[str, object]:
+        """What it tracks, by name."""
+
+    @property
+    def restore_plans(self) -> dict[frozenset[str], RestorePlan]:
+        """What restores into its objects have found out, by the names of the objects."""
 
     def fence(self) -> None:
         """Wait until no copy reads its tensors any more."""

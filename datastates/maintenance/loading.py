@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Annotated, Any
 
 import torch
@@ -22,14 +23,13 @@ from datastates.lineage.states import State
 from datastates.state import in_place as dirty
 from datastates.state.adapters import Adapted, parts, with_trained
 from datastates.state.data_position import Redivision
-from datastates.state.geometry import bytes_of, dtype_of, is_spread, is_whole
+from datastates.state.geometry import Placements, bytes_of, dtype_of, is_spread, is_whole
 from datastates.state.in_place import LiveTensor, live_tensors_for, wait_for_copies
-from datastates.state.manifest import CHUNK_BYTES, TensorSpec
+from datastates.state.manifest import CHUNK_BYTES, Content, TensorSpec
 from datastates.state.model import MODES
 from datastates.state.per_rank import boxes_here, is_laid_out_as, put_together
 from datastates.state.report import Findings, RestoreReport, Selection, Target, leaf_paths
 from datastates.state.restore import check_into, reads, write
-from datastates.state.xxh3 import Part, split_by_chunk
 from datastates.storage.copying import Piece, SupportsParallelRead, pieces_by_chunk
 from datastates.storage.parallel_read import SealedChunks, SharedReader, open_shared
 from datastates.storage.reading import (
@@ -46,86 +46,167 @@ from datastates.storage.tier import Reader
 from datastates.system.devices import Mark, devices
 from datastates.system.interrupts import undisturbed
 
-from .core import Core
+from .core import Core, Training
 from .verify import suggest_sound_state
 
-_ROOM_CHUNKS = 16
-"""The number of chunks that one of the rooms holds."""
+_WINDOW_CHUNKS = 32
+"""The chunks that reach a device in one copy, at most: 128 MiB."""
+
+_WORDS = (torch.int64, torch.int32, torch.uint8)
+"""What is copied within a device at once, the widest that its place allows."""
+
+
+@dataclass(slots=True, eq=False)
+class _Window:
+    """Chunks that are copied to ``device`` together, as one stretch of memory, and the live bytes
+    that are then copied out of it, by the words in which they are copied.
+
+    ``used`` are the bytes of each chunk up to the last that is wanted."""
+
+    device: torch.device
+    chunks: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+    live: dict[torch.dtype, list[torch.Tensor]] = field(default_factory=dict)
+    places: dict[torch.dtype, list[slice]] = field(default_factory=dict)
+
+    def add(self, start: int, flat: torch.Tensor) -> None:
+        """Add live bytes that begin ``start`` bytes from the first chunk on."""
+        word = next(
+            each for each in _WORDS if not (start | flat.numel() | flat.data_ptr()) % each.itemsize
+        )
+        size = word.itemsize
+        self.live.setdefault(word, []).append(flat.view(word))
+        self.places.setdefault(word, []).append(
+            slice(start // size, (start + flat.numel()) // size)
+        )
+
+    def scatter(self, stage: torch.Tensor) -> None:
+        """Begin to copy the live bytes from where the chunks are on the device."""
+        for word, live in self.live.items():
+            whole = stage.view(word)
+            copy((live, [whole[place] for place in self.places[word]]), non_blocking=True)
 
 
 class DeviceFill:
-    """Fills ``homes``, all of which are on devices.
+    """Fills ``homes``, all of which are on devices. Whole stretches of the stream are copied to a
+    device, and from there into the tensors, many in one launch.
 
     Belongs to one thread; what it does follows what the current streams have to do."""
 
-    def __init__(
-        self, reader: Reader, specs: Sequence[TensorSpec], homes: Mapping[int, LiveTensor]
-    ) -> None:
-        assert isinstance(reader, SupportsParallelRead), "the caller looked"
-        self._reader = reader
-        self._parts: dict[int, list[Part]] = {}  # by chunk, the live bytes that belong there
+    def __init__(self, specs: Sequence[TensorSpec], homes: Mapping[int, LiveTensor]) -> None:
+        self._stretches: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for index, home in homes.items():
-            for chunk, offset, part in split_by_chunk(specs[index].shards[0].start, home.flat):
-                self._parts.setdefault(chunk, []).append((offset, part))
-        self._devices = dict.fromkeys(devices().of(home.flat) for home in homes.values())
+            start = specs[index].shards[0].start
+            self._stretches.setdefault(devices().of(home.flat), []).append((start, home.flat))
+        for stretches in self._stretches.values():
+            stretches.sort(key=itemgetter(0))
+        self._windows = self._divided(_WINDOW_CHUNKS)
+        self._chunks = sorted({chunk for window in self._windows for chunk in window.chunks})
 
-    def check(self) -> None:
+    def _divided(self, most: int) -> list[_Window]:
+        """The windows, of at most so many chunks."""
+        windows: list[_Window] = []
+        for device, stretches in self._stretches.items():
+            window = _Window(device)
+            windows.append(window)
+            for start, flat in stretches:
+                done = 0
+                while done < flat.numel():
+                    chunk, offset = divmod(start + done, CHUNK_BYTES)
+                    if not window.chunks or window.chunks[-1] != chunk:
+                        if len(window.chunks) == most:
+                            window = _Window(device)
+                            windows.append(window)
+                        window.chunks.append(chunk)
+                        window.used.append(0)
+                    # up to the end of the window, which ends with chunk ``most`` in a row
+                    first = len(window.chunks) - 1
+                    room = (most - first) * CHUNK_BYTES - offset
+                    length = min(flat.numel() - done, room)
+                    window.add(first * CHUNK_BYTES + offset, flat[done : done + length])
+                    end, last = offset + length, chunk
+                    while end > CHUNK_BYTES:
+                        window.used[-1] = CHUNK_BYTES
+                        end, last = end - CHUNK_BYTES, last + 1
+                        window.chunks.append(last)
+                        window.used.append(0)
+                    window.used[-1] = max(window.used[-1], end)
+                    done += length
+        return windows
+
+    def check(self, reader: Reader) -> None:
         """Check all chunks.
 
         :raises Corrupt: one fails its digest.
         """
-        self._reader.check(list(self._parts))
+        assert isinstance(reader, SupportsParallelRead), "the caller looked"
+        reader.check(self._chunks)
 
-    def fill(self) -> None:
+    def fill(self, reader: Reader) -> None:
         """Copy all of it, and wait until it is there.
 
         :raises Corrupt: a chunk fails its digest now; others are in live tensors already.
         """
         try:
-            pinned = {
-                chunk: found
-                for chunk in self._parts
-                if (found := self._reader.pinned(chunk)) is not None
-            }
-            self._copy(pinned)
-            self._fill_by_rooms([chunk for chunk in self._parts if chunk not in pinned])
+            stages = self._stages(self._windows)
+        except torch.OutOfMemoryError:  # the device has little left: a chunk at a time
+            self._windows = self._divided(1)
+            stages = self._stages(self._windows)
+        rooms = _Rooms(max(len(window.chunks) for window in self._windows))
+        try:
+            for window in self._windows:
+                stage, at = stages[window.device], 0
+                runs = reader.pinned(window.chunks)
+                for run in rooms.read(reader, window) if runs is None else runs:
+                    stage[at : at + run.numel()].copy_(run, non_blocking=True)
+                    at += -(-run.numel() // CHUNK_BYTES) * CHUNK_BYTES
+                window.scatter(stage)
+                if runs is None:
+                    rooms.mark(window.device)
         finally:  # the sources are given away after this, also when something failed half-way
-            for mark in self._marks():
-                mark.synchronize()
+            for device in self._stretches:
+                devices().mark(devices().current(device)).synchronize()
 
-    def _fill_by_rooms(self, chunks: Sequence[int]) -> None:
-        if not chunks:
-            return
-        rooms = [
-            devices().pinned((min(_ROOM_CHUNKS, len(chunks)), CHUNK_BYTES), torch.uint8)
-            for _ in range(2)
-        ]
-        left: list[list[Mark]] = [[], []]
-        for turn, at in enumerate(range(0, len(chunks), _ROOM_CHUNKS)):
-            some, room = chunks[at : at + _ROOM_CHUNKS], rooms[turn % 2]
-            for mark in left[turn % 2]:
-                mark.synchronize()
-            here = dict(zip(some, room, strict=False))
-            pieces = {}
-            for chunk in some:
-                end = max(offset + part.numel() for offset, part in self._parts[chunk])
-                pieces[chunk] = [Piece(0, memoryview(here[chunk][:end].numpy().data))]
-            self._reader.read_pieces(pieces)
-            self._copy(here)
-            left[turn % 2] = self._marks()
+    def _stages(self, windows: Sequence[_Window]) -> dict[torch.device, torch.Tensor]:
+        chunks = dict[torch.device, int]()
+        for window in windows:
+            chunks[window.device] = max(chunks.get(window.device, 0), len(window.chunks))
+        return {
+            device: self._stretches[device][0][1].new_empty(count * CHUNK_BYTES)
+            for device, count in chunks.items()
+        }
 
-    def _copy(self, here: Mapping[int, torch.Tensor]) -> None:
-        """Begin to copy chunks from host memory."""
-        targets = [part for chunk in here for _, part in self._parts[chunk]]
-        sources = [
-            data[offset : offset + part.numel()]
-            for chunk, data in here.items()
-            for offset, part in self._parts[chunk]
-        ]
-        copy((targets, sources), non_blocking=True)
 
-    def _marks(self) -> list[Mark]:
-        return [devices().mark(devices().current(device)) for device in self._devices]
+class _Rooms:
+    """Two pieces of pinned memory for chunks from files: while one is copied to a device, the
+    other one is filled."""
+
+    def __init__(self, chunks: int) -> None:
+        self._chunks, self._turn = chunks, 0
+        self._rooms: list[torch.Tensor] = []
+        self._left: list[Mark | None] = [None, None]
+
+    def read(self, reader: Reader, window: _Window) -> list[torch.Tensor]:
+        """The chunks of a window, each from its first byte to the last that is wanted."""
+        assert isinstance(reader, SupportsParallelRead), "the caller looked"
+        if len(self._rooms) < 2:
+            self._rooms.append(devices().pinned((self._chunks, CHUNK_BYTES), torch.uint8))
+        self._turn = (self._turn + 1) % len(self._rooms)
+        if (left := self._left[self._turn]) is not None:
+            left.synchronize()
+        room = self._rooms[self._turn]
+        reader.read_pieces(
+            {
+                chunk: [Piece(0, memoryview(part[:used].numpy().data))]
+                for chunk, used, part in zip(window.chunks, window.used, room, strict=False)
+            }
+        )
+        return [room.view(-1)[: (len(window.chunks) - 1) * CHUNK_BYTES + window.used[-1]]]
+
+    def mark(self, device: torch.device) -> None:
+        """Note that everything queued so far on the device may read the room that was filled
+        last."""
+        self._left[self._turn] = devices().mark(devices().current(device))
 
 
 # Restoring into live tensors that are spread over several ranks: each rank reads from the state
@@ -214,8 +295,89 @@ def _likes(
 # the tier to their places.
 
 
+_NOTHING = Adapted({})
+
+_Homes = dict[int, LiveTensor]
+
 _WORTH_BYTES = 8 << 20
 """Fewer bytes are read quickly enough to be copied."""
+
+
+class _Fill:
+    """The copies from a state into the live tensors that receive parts of it in place."""
+
+    def __init__(self, specs: Sequence[TensorSpec], homes: Mapping[int, LiveTensor]) -> None:
+        there = {index: home for index, home in homes.items() if devices().is_on(home.live)}
+        here = [(specs[index], home) for index, home in homes.items() if index not in there]
+        self._homes = [*homes.values()]
+        self._on_host = [home.live for _, home in here if not home.live.is_inference()]
+        self._on_devices = DeviceFill(specs, there) if there else None
+        self._pieces = pieces_by_chunk(
+            (spec.shards[0].start, memoryview(home.flat.numpy().data)) for spec, home in here
+        )
+
+    def check(self, reader: Reader) -> None:
+        """Check the chunks that are read.
+
+        :raises Corrupt: one fails its digest.
+        """
+        if self._pieces and isinstance(reader, SupportsParallelRead):
+            reader.check(list(self._pieces))
+        if self._on_devices is not None:
+            self._on_devices.check(reader)
+
+    def write(self, reader: Reader, into: Mapping[str, object]) -> None:
+        """Copy all of it, once no capture reads the objects ``into`` any more.
+
+        :raises Corrupt: a chunk fails its digest now; the tensors are dirty.
+        """
+        wait_for_copies(into)
+        try:
+            if self._on_devices is not None:
+                self._on_devices.fill(reader)
+            if self._pieces and isinstance(reader, SupportsParallelRead):
+                reader.read_pieces(self._pieces)
+                torch.autograd.graph.increment_version(self._on_host)
+        except BaseException as exc:
+            dirty.mark(((home.path, home.live) for home in self._homes), self)
+            if isinstance(exc, Corrupt):
+                raise Corrupt(
+                    f"{exc}. The state passed the check before the restore, so what is restored is"
+                    " half old, half new: restore a state before you use it"
+                ) from exc
+            raise
+
+
+@dataclass(slots=True, eq=False)
+class RestorePlan:
+    """What restores of states of one ``layout`` into the same objects have in common: only the
+    first of them looks at each tensor.
+
+    ``wanted`` are the paths of the tensors that the objects need, and ``homes`` the live tensors
+    that receive them, by index. ``placements`` shows whether these are still as they were. Belongs
+    to a training, and to its thread.
+    """
+
+    adapted: Adapted
+    layout: tuple[bytes, bytes] = (b"", b"")
+    wanted: frozenset[str] = frozenset()
+    homes: dict[int, LiveTensor] = field(default_factory=dict)
+    placements: Placements | None = None
+    fill: _Fill | None = None
+
+    def is_for(self, content: Content) -> bool:
+        """Whether it holds for this state, and for the live tensors as they are now."""
+        return (
+            self.placements is not None
+            and self.layout == (bytes(content.skeleton), bytes(content.tensors))
+            and self.placements.are_same()
+        )
+
+    def learn(self, content: Content, wanted: frozenset[str], fill: _Fill, homes: _Homes) -> None:
+        """Take what a restore found out."""
+        self.layout = bytes(content.skeleton), bytes(content.tensors)
+        self.wanted, self.homes, self.fill = wanted, homes, fill
+        self.placements = Placements([home.live for home in homes.values()], are_whole=True)
 
 
 def restore_from(
@@ -227,12 +389,13 @@ def restore_from(
     own: Redivision | None = None,
     meeting: CollectiveCall | None = None,
     near: Sequence[Snapshot] = (),
+    plan: RestorePlan | None = None,
 ) -> RestoreReport:
     """``restore_into`` with the state that is open. ``own``: the ranks' own things have to be
     divided among other ranks.
 
     ``near`` are the state's snapshots: data on their devices is copied from there, in the order of
-    the current streams.
+    the current streams. ``plan`` is of earlier restores into these objects.
 
     ``meeting``: all its ranks do this at once, each with its own objects, and the reader is a
       ``SharedReader``. No rank writes before all ranks can.
@@ -242,18 +405,26 @@ def restore_from(
         while it was read: then the message says so, and the tensors are dirty.
     """
     own = Redivision(1, 0, 1) if own is None else own
-    wants, specs, adapted = own.reads(reads(into, only)), specs_of(reader), Adapted(into)
+    plan = RestorePlan(Adapted(into)) if plan is None else plan
+    specs, adapted, content = specs_of(reader), plan.adapted, reader.manifest.content
     check = partial(check_into, into, only=only, strict=strict, adapted=adapted)
-    homes, spread = dict[int, LiveTensor](), dict[int, torch.Tensor]()
-    is_parallel = (
-        isinstance(reader, SupportsParallelRead)
-        and sum(bytes_of(spec) for spec in specs if wants(spec.path)) >= _WORTH_BYTES
-    )
-    copies = dict[int, tuple[LiveTensor, torch.Tensor]]()
-    if is_parallel or has_spread(adapted) or meeting is not None or near:
+    spread = dict[int, torch.Tensor]()
+    is_parallel = isinstance(reader, SupportsParallelRead)
+    is_known = only is None and is_parallel and meeting is None and plan.is_for(content)
+    if is_known:
+        wanted, found = plan.wanted, plan.homes
+    else:
+        is_wanted = own.reads(reads(into, only))
+        wanted = frozenset([spec.path for spec in specs if is_wanted(spec.path)])
+        is_parallel &= (
+            sum([bytes_of(each) for each in specs if each.path in wanted]) >= _WORTH_BYTES
+        )
+        found = _Homes()
+    wants = wanted.__contains__
+    if not is_known and (is_parallel or has_spread(adapted) or meeting is not None or near):
         with torch.inference_mode(False):
             sketch, tensors = sketch_tree(reader, specs, wants=wants)
-            findings = check(own(sketch, into, wants), has_values=False)
+            findings = check(own(sketch, into, is_wanted), has_values=False)
             boxes = Boxes(specs, tensors, findings)
             if isinstance(reader, SharedReader):
                 sources = {
@@ -270,33 +441,25 @@ def restore_from(
                 )
             spread = boxes.read(reader)
         found = _homes(specs, tensors, findings.targets) if is_parallel or near else {}
-        for index, home in found.items() if near else ():
-            if devices().is_on(home.live):
-                piece = piece_of(near, specs[index])
-                if piece is not None and devices().of(piece) == devices().of(home.live):
-                    copies[index] = home, piece
-        homes = {
-            index: home for index, home in found.items() if is_parallel and index not in copies
-        }
-    in_place = {**homes, **{index: home for index, (home, _) in copies.items()}}
-    given = {index: home.live for index, home in in_place.items()} | spread
-    tree = read_tree(reader, wants=wants, is_borrowing=True, given=given, specs=specs)
-    findings = check(own(tree, into, wants))
-    lifted = {index: home for index, home in homes.items() if devices().is_on(home.live)}
-    poured = {index: home for index, home in homes.items() if index not in lifted}
-    if poured and isinstance(reader, SupportsParallelRead):
-        pieces = pieces_by_chunk(
-            (specs[index].shards[0].start, memoryview(home.flat.numpy().data))
-            for index, home in poured.items()
-        )
-        reader.check(list(pieces))
-        findings.writes.insert(
-            0, partial(_fill, partial(reader.read_pieces, pieces), into, [*poured.values()])
-        )
-    if lifted:
-        lift = DeviceFill(reader, specs, lifted)
-        lift.check()
-        findings.writes.insert(0, partial(_fill, lift.fill, into, [*lifted.values()]))
+    copies = dict[int, tuple[LiveTensor, torch.Tensor]]()
+    for index, home in found.items() if near else ():
+        if devices().is_on(home.live):
+            piece = piece_of(near, specs[index])
+            if piece is not None and devices().of(piece) == devices().of(home.live):
+                copies[index] = home, piece
+    homes = {index: home for index, home in found.items() if is_parallel and index not in copies}
+    fill = plan.fill if is_known and not copies else _Fill(specs, homes)
+    given = {index: home.live for index, home in found.items() if index in homes or index in copies}
+    tree = read_tree(reader, wants=wants, is_borrowing=True, given=given | spread, specs=specs)
+    findings = check(own(tree, into, reads(into, only)))
+    if is_known and not findings.are_in_place(given.values()):
+        plan.placements = None  # the objects have other tensors now
+        return restore_from(reader, into, strict=strict, own=own, near=near, plan=plan)
+    if homes and fill is not None:
+        fill.check(reader)
+        findings.writes.insert(0, partial(fill.write, reader, into))
+        if not is_known and only is None and meeting is None and not copies:
+            plan.learn(content, wanted, fill, homes)
     if copies:
         findings.writes.insert(0, partial(_copy, into, [*copies.values()]))
     if meeting is not None:
@@ -305,22 +468,6 @@ def restore_from(
     return with_trained(
         report, adapted, {spec.path: spec.requires_grad for spec in specs}, tree.get(MODES)
     )
-
-
-def _fill(
-    fill: Callable[[], None], into: Mapping[str, object], homes: Sequence[LiveTensor]
-) -> None:
-    wait_for_copies(into)
-    try:
-        fill()
-    except BaseException as exc:
-        dirty.mark(((home.path, home.live) for home in homes), fill)
-        if isinstance(exc, Corrupt):
-            raise Corrupt(
-                f"{exc}. The state passed the check before the restore, so what is restored is half"
-                " old, half new: restore a state before you use it"
-            ) from exc
-        raise
 
 
 def _homes(
@@ -414,8 +561,10 @@ def restore(
 
     With ``group``, all its ranks restore their objects at once, which is collective.
     """
+    plan = None
     for training in list(core.trainings):
         training.fence()
+        plan = plan or _plan_of(training, into)
     if group is not None and group.size > 1:
         with _open_together(core, state, group, "restore") as (reader, own, meeting):
             of_state(reader, state)
@@ -429,8 +578,22 @@ def restore(
         core.open_payload(state, rank=own.source) as reader,
         snapshots as near,
     ):
-        report = restore_from(reader, into, only=only, strict=strict, own=own, near=near)
+        report = restore_from(reader, into, only=only, strict=strict, own=own, near=near, plan=plan)
     return replace(report, state=state.uid, step=state.step)
+
+
+def _plan_of(training: Training, into: Mapping[str, object]) -> RestorePlan | None:
+    """The plan of earlier restores into these objects, if the training tracks the modules and
+    optimizers among them. The other objects may be new ones."""
+    lasting = {
+        name: found for name, found in into.items() if isinstance(found, nn.Module | Optimizer)
+    }
+    if not lasting or any(training.objects.get(name) is not lasting[name] for name in lasting):
+        return None
+    plan = training.restore_plans.setdefault(frozenset(into), RestorePlan(_NOTHING))
+    if any(plan.adapted.objects.get(name) is not found for name, found in into.items()):
+        plan.adapted = Adapted(into)
+    return plan
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -603,6 +604,13 @@ def with_trained(
     information about this.
     """
     restored = set(report.restored)
+    models = [model for _, model in adapted.models()]
+    if (
+        "\n".join(filter(None, [model.in_eval() for model in models])) == (modes or "")
+        and restored.issuperset(chain.from_iterable(model.paths for model in models))
+        and all(map(_trains_as(stored), models))
+    ):
+        return report
     here = {
         path: parameter
         for path, parameter, _ in _parameters(adapted)
@@ -634,6 +642,16 @@ def with_trained(
         in_eval=in_eval,
         in_train=tuple(path for path in now if not now[path] and path not in was_eval),
     )
+
+
+def _trains_as(stored: Mapping[str, bool]) -> Callable[[ModelState], bool]:
+    """Whether each tensor of a model requires a gradient exactly if the stored one did."""
+
+    def trains(model: ModelState) -> bool:
+        here = [getattr(each, "requires_grad", None) for each in model.whole.values()]
+        return here == [*map(stored.get, model.paths)]
+
+    return trains
 
 
 def put_back(report: RestoreReport, adapted: Adapted) -> list[str]:

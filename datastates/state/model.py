@@ -49,11 +49,14 @@ class ModelState:
     __slots__ = (
         "_flags",
         "_in_eval",
+        "_is_plain",
         "_kept",
         "_kept_of",
         "_kinds",
+        "_load_hooks",
         "_metadata",
         "_parts",
+        "_paths",
         "_raw",
         "_raw_metadata",
         "_seen",
@@ -76,6 +79,9 @@ class ModelState:
         self._seen: Members | None = None
         self._flags: list[object] = []
         self._in_eval = ""
+        self._load_hooks: list[dict[Any, Any]] | None = None
+        self._is_plain = False
+        self._paths: list[str] | None = None
         self.whole: OrderedDict[str, object] = OrderedDict()
         self.trained: set[str] | None = None
         self.left_out: set[str] = set()
@@ -127,6 +133,33 @@ class ModelState:
             self._flags = flags
             self._in_eval = "\n".join(path for path, part in self.parts() if not part.training)
         return self._in_eval
+
+    def holds(self, stored: Mapping[str, object]) -> bool:
+        """Whether the module has these very objects, and would load them by copying each onto
+        itself: there is nothing to do then."""
+        live = self.tree()
+        if not (
+            self._parts is not None
+            and tuple(stored) == self.keys
+            and all(map(operator.is_, stored.values(), live.values()))
+            and not any(map(dict.__contains__, self._parts, repeat("load_state_dict")))
+        ):
+            return False
+        hooks = [*map(dict, filter(None, chain.from_iterable(map(_LOAD_HOOKS, self._parts))))]
+        if hooks != self._load_hooks:
+            self._load_hooks = hooks
+            self._is_plain = all(
+                loads_plainly(part) and not part._load_state_dict_post_hooks
+                for part in self.module.modules()
+            )
+        return self._is_plain
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of each entry of ``tree``."""
+        if self._paths is None or len(self._paths) != len(self.keys):
+            self._paths = [join(self.path, key) for key in self.keys]
+        return self._paths
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:
         """Every part of the module by path. A wrapper has the path of what it wraps."""
@@ -257,6 +290,7 @@ _NAMED = operator.itemgetter("_parameters", "_buffers", "_modules")
 _OTHERS = operator.itemgetter(
     "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"
 )
+_LOAD_HOOKS = operator.itemgetter("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _METHODS = ("state_dict", "_save_to_state_dict")
 
 
@@ -397,6 +431,9 @@ def check_module(
     """
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), type(model.module).__name__))
+        return
+    if findings.selection.patterns is None and model.holds(stored):
+        findings.keeps(model.paths, stored.values())
         return
     live = model.tree()
     raw_names = model.raw_names()

@@ -6,9 +6,10 @@ unfrozen layer, or another wrapper.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -414,7 +415,8 @@ def check_optimizer(
         return
     if is_plain(optimizer):
         check.groups()
-        check.state()
+        if not check.holds():
+            check.state()
     else:
         check.as_a_whole()
 
@@ -547,6 +549,31 @@ class _Check:
                 self.findings.writes.append(partial(set_option, live, key, value))
 
     # --- state of the parameters ------------------------------------------------------------------
+
+    def holds(self) -> bool:
+        """Whether the optimizer has the very objects of the stored state, so that there is nothing
+        to write; then notes them."""
+        names = [*chain.from_iterable(self.names)]
+        groups = self.optimizer.param_groups
+        entries: list[Any] = [
+            self.optimizer.state.get(parameter)
+            for parameter in chain.from_iterable(group["params"] for group in groups)
+        ]
+        stored: list[Any] = [*map(self.stored_state.get, names)]
+        if not (
+            self.findings.selection.patterns is None
+            and not self.lost
+            and self.names == self.stored_names
+            and len(self.optimizer.state) == len(self.stored_state) == len(names)
+            and {dict} == {*map(type, entries), *map(type, stored)}
+            and (keys := tuple(map(tuple, entries))) == tuple(map(tuple, stored))
+        ):
+            return False
+        values = [*chain.from_iterable(map(dict.values, entries))]
+        if not all(map(operator.is_, values, chain.from_iterable(map(dict.values, stored)))):
+            return False
+        self.findings.keeps(_entry_paths(self.path, tuple(names), keys), values)
+        return True
 
     def state(self) -> None:
         """Note the writes of the state.
@@ -751,8 +778,19 @@ def set_option(group: dict[str, Any], key: str, stored: Any) -> None:
         group[key] = own(stored)
 
 
+@lru_cache(maxsize=8)
+def _entry_paths(
+    path: str, names: tuple[str, ...], keys: tuple[tuple[object, ...], ...]
+) -> list[str]:
+    """The path of each entry of an optimizer's state."""
+    state = join(path, "state")
+    return [
+        join(join(state, name), key) for name, row in zip(names, keys, strict=True) for key in row
+    ]
+
+
 def _all(rows: Names) -> dict[str, None]:
-    return dict.fromkeys(name for row in rows for name in row)
+    return dict.fromkeys(chain.from_iterable(rows))
 
 
 def _is_positional(rows: Names) -> bool:

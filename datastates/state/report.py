@@ -233,6 +233,19 @@ class Findings:
         self.loads: list[tuple[str, Callable[[], None]]] = []
         self.writes: list[Callable[[], None]] = []
         self.last_loads: list[tuple[str, Callable[[], None]]] = []
+        self.kept_in_place: list[torch.Tensor] = []
+
+    def keeps(self, paths: Iterable[str], found: Iterable[object]) -> None:
+        """Note that live objects are already what the state has, tensors once they are filled."""
+        self.restored += paths
+        self.kept_in_place += [each for each in found if isinstance(each, torch.Tensor)]
+
+    def are_in_place(self, given: Iterable[torch.Tensor]) -> bool:
+        """Whether each of these live tensors, which stand for stored ones, is where its own stored
+        one goes."""
+        found = {*map(id, self.kept_in_place)}
+        found.update([id(each.live) for each in self.targets if each.live is each.stored])
+        return found.issuperset(map(id, given))
 
     def overwrites(
         self,

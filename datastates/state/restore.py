@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -110,11 +111,12 @@ def check_into(
         if sharing.apart:
             findings = look({target.place for target in sharing.apart})
         findings.note_shared(sharing.misfits, sharing.hints)
-    known = [
-        *map(_path, adapted.objects),
-        *(leaf for name, child in tree.items() for leaf in leaf_paths(child, _path(name))),
-    ]
-    findings.selection.refuse_unused(known)
+    if findings.selection.patterns is not None:
+        known = [
+            *map(_path, adapted.objects),
+            *(leaf for name, child in tree.items() for leaf in leaf_paths(child, _path(name))),
+        ]
+        findings.selection.refuse_unused(known)
     findings.refuse_misfits()
     return findings
 
@@ -125,7 +127,7 @@ def write(findings: Findings) -> RestoreReport:
     # mode are written in that mode.
     with torch.inference_mode(any(target.live.is_inference() for target in findings.targets)):
         _write(findings)
-    in_place.clean(target.live for target in findings.targets)
+    in_place.clean(chain((target.live for target in findings.targets), findings.kept_in_place))
     return findings.report()
 
 

@@ -46,6 +46,7 @@ Node = Any
 """``TENSOR``, ``VALUE`` or a tuple that begins with a tag."""
 
 _KEPT_CHARACTERS = 256
+_KEPT_BYTES = 1 << 20
 _CONTAINERS = frozenset("dDoltq")
 
 
@@ -101,6 +102,13 @@ def decode_skeleton(
     :raises Corrupt: it is something else, or its nodes do not make one tree. The text names
         ``source``.
     """
+    data = bytes(data)
+    decode = _decode_kept if len(data) <= _KEPT_BYTES else _decode_kept.__wrapped__
+    return decode(data, source)
+
+
+@lru_cache(maxsize=4)
+def _decode_kept(data: bytes, source: str) -> Skeleton:
     try:
         raw = msgspec.msgpack.decode(data, type=list[int | list[Any]])
         nodes = [_frozen(node) if type(node) is list else node for node in raw]

@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -662,14 +662,16 @@ def _factory_name(factory: object) -> str | None:
     return name
 
 
-def _keys(packed: Sequence[str | bytes]) -> list[Any]:
+def _keys(packed: Sequence[str | bytes]) -> Sequence[Any]:
+    if _KEY_TYPES.issuperset(map(type, packed)):  # Python makes the hashes of str hard to collide
+        return packed
     return check_keys(list(map(key_of, packed)))
 
 
 class _Build:
     """One way back through a skeleton. ``next`` builds the next node's object."""
 
-    __slots__ = ("_builders", "_missing", "_nodes", "_tensors", "_values")
+    __slots__ = ("_at", "_builders", "_missing", "_nodes", "_tensors", "_values")
 
     def __init__(
         self,
@@ -678,13 +680,16 @@ class _Build:
         tensors: Sequence[torch.Tensor | None],
     ) -> None:
         self._builders = _BUILDERS
-        self._missing = 0
-        self._nodes = iter(nodes)
+        self._missing = self._at = 0
+        self._nodes = nodes
         self._values = iter(values)
         self._tensors = iter(tensors)
 
     def next(self, depth: int) -> Any:
-        node = next(self._nodes)
+        if self._at == len(self._nodes):
+            raise StopIteration
+        node = self._nodes[self._at]
+        self._at += 1
         if type(node) is not tuple:
             return self._tensor() if node == TENSOR else unpack(next(self._values))
         if depth > MAX_DEPTH:
@@ -714,7 +719,7 @@ class _Build:
         for what, rest in (
             ("values", self._values),
             ("tensors", self._tensors),
-            ("nodes", self._nodes),
+            ("nodes", iter(self._nodes[self._at :])),
         ):
             left = sum(1 for _ in rest)
             if left:
@@ -732,16 +737,29 @@ class _Build:
         return items if self._missing == before else None
 
     def items(self, count: int, depth: int) -> list[Any]:
-        return [self.next(depth) for _ in range(count)]
+        if self._nodes[self._at : self._at + count].count(TENSOR) != count:
+            return [self.next(depth) for _ in range(count)]
+        found = list(islice(self._tensors, count))
+        if len(found) < count:
+            raise StopIteration
+        self._at += count
+        self._missing += sum(map(operator.is_, found, repeat(None)))
+        return found
+
+    def _mapping(self, node: tuple[Any, ...], depth: int) -> dict[Any, Any]:
+        keys = _keys(node[1])
+        return dict(zip(keys, self.items(len(keys), depth), strict=True))
 
     def _defaultdict(self, node: tuple[Any, ...], depth: int) -> defaultdict[Any, Any]:
         factory = None if node[1] is None else _FACTORIES[node[1]]
-        return defaultdict(factory, {key: self.next(depth) for key in _keys(node[2])})
+        keys = _keys(node[2])
+        return defaultdict(factory, zip(keys, self.items(len(keys), depth), strict=True))
 
     def _ordered(self, node: tuple[Any, ...], depth: int) -> OrderedDict[Any, Any]:
         metadata = self.next(depth) if node[1] else None
+        keys = _keys(node[2])
         mapping: OrderedDict[Any, Any] = OrderedDict(
-            [(key, self.next(depth)) for key in _keys(node[2])]
+            zip(keys, self.items(len(keys), depth), strict=True)
         )
         if node[1]:
             # as nn.Module.state_dict sets it
@@ -824,7 +842,7 @@ class _Sketch(_Build):
 _Builder = Callable[[Any, tuple[Any, ...], int], Any]
 
 _BUILDERS: dict[str, _Builder] = {
-    "d": lambda build, node, depth: {key: build.next(depth) for key in _keys(node[1])},
+    "d": _Build._mapping,
     "D": _Build._defaultdict,
     "o": _Build._ordered,
     "l": lambda build, node, depth: build.items(node[1], depth),

@@ -694,11 +694,21 @@ class _MemoryReader(Reader):
 
         on_threads(list(pieces), copy_pieces)
 
-    def pinned(self, index: int) -> torch.Tensor | None:
-        """See ``Reader``: its slot, once the arena is registered with a device."""
+    def pinned(self, chunks: Sequence[int]) -> list[torch.Tensor] | None:
+        """See ``Reader``: their slots, once the arena is registered with a device."""
         if not self._arena.is_pinned:
             return None
-        return self._arena.tensor(self._slots[index], self.chunk(index).nbytes)
+        self.check(chunks)
+        runs: list[tuple[int, int]] = []
+        for index in chunks:
+            slot, length = self._slots[index], self.manifest.content.chunks[index].length
+            begin, end = runs[-1] if runs else (slot, -1)
+            is_whole = not (end - begin) % CHUNK_BYTES
+            if end == slot and is_whole and self._arena.is_joint(begin, slot):
+                runs[-1] = begin, slot + length
+            else:
+                runs.append((slot, slot + length))
+        return [self._arena.tensor(begin, end - begin) for begin, end in runs]
 
     def close(self) -> None:
         with undisturbed():

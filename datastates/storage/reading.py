@@ -103,10 +103,10 @@ def _read_tree(
     else:
         reader.ahead([index for stretch in stretches for index in reader.chunks_of(*stretch)])
     for index, spec in enumerate(specs):
-        checkpoint()
         if index in given:
             tensors.append(given[index])
             continue
+        checkpoint()
         if spec.alias is not None and tensors[spec.alias] is None and wants(spec.path):
             if spec.alias not in owners:
                 owners[spec.alias] = _read(reader, specs[spec.alias], is_borrowing, device)
@@ -126,14 +126,14 @@ def _stretches(
     specs: Sequence[TensorSpec], wants: Callable[[str], bool], given: Mapping[int, torch.Tensor]
 ) -> list[tuple[int, int]]:
     """The stretches of the stream with the tensors that are wanted and not given, each once."""
-    sources = dict.fromkeys(
+    wanted = [
         index if spec.alias is None else spec.alias
         for index, spec in enumerate(specs)
         if wants(spec.path)
-    )
+    ]
     return [
         (shard.start, shard.length)
-        for index in sources
+        for index in dict.fromkeys(wanted)
         if index not in given
         for shard in specs[index].shards
         if shard.length

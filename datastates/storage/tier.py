@@ -138,9 +138,11 @@ class Reader(ABC):
         while the reader is open."""
         return self.chunk(index)
 
-    def pinned(self, index: int) -> torch.Tensor | None:
-        """One chunk, checked, in memory from which devices copy asynchronously; None if it is not
-        in such memory. Valid until ``close``.
+    def pinned(self, chunks: Sequence[int]) -> list[torch.Tensor] | None:
+        """The bytes of these chunks, checked, in memory from which devices copy asynchronously.
+
+        Each tensor has chunks that follow each other in ``chunks``. None if they are not in such
+        memory. Valid until ``close``.
 
         :raises Corrupt: as for ``chunk``.
         """

@@ -39,7 +39,7 @@ from datastates.lineage.views.text import kept_text
 from datastates.lineage.write import refs, runs
 from datastates.maintenance.core import Core
 from datastates.maintenance.environment import describe_training
-from datastates.maintenance.loading import load, load_values, restore
+from datastates.maintenance.loading import RestorePlan, load, load_values, restore
 from datastates.maintenance.retention_pass import bests_at, bests_of
 from datastates.policy.contract import CadenceChoice, Policy
 from datastates.policy.retention import Best
@@ -287,6 +287,7 @@ class Training:
         self._captures = 0
         self._logged_lines: set[str] = set()
         self._plan: CopyPlan | None = None
+        self.restore_plans: dict[frozenset[str], RestorePlan] = {}
         self._is_closed = self._is_ended = self._is_superseded = False
         self._pid = os.getpid()
         self._fence = Fence(self.pending.wait)

@@ -480,7 +480,12 @@ def settle(report: Report) -> bool:
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
         found = status()
-        if not processes(_AGENT) or (found is not None and not found.memories):
+        # a process that has just begun its program has no command line for a moment
+        if not processes(_AGENT) or (
+            found is not None
+            and not found.memories
+            and set(found.takeovers) <= set(processes(_TAKEOVER).values())
+        ):
             break  # all are handed over
         time.sleep(0.02)
     else:

@@ -69,7 +69,7 @@ def late(request: pytest.FixtureRequest) -> LateDevices:
 
 @pytest.fixture
 def small_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_ROOM_CHUNKS", 1)
+    monkeypatch.setattr(loading, "_WINDOW_CHUNKS", 1)
 
 
 @pytest.fixture
@@ -88,11 +88,7 @@ def scribbling(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_from_memory_that_the_device_reads(
     late: LateDevices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scribbling: None
 ) -> None:
-    monkeypatch.setattr(
-        loading.DeviceFill,
-        "_fill_by_rooms",
-        lambda self, chunks: list(chunks) == [] or pytest.fail("through rooms"),
-    )
+    monkeypatch.setattr(loading._Rooms, "read", lambda *_: pytest.fail("through rooms"))
     with (
         late.running(),
         datastates.open(tmp_path, config=CONFIG) as repo,
@@ -125,8 +121,15 @@ def test_from_files(late: LateDevices, tmp_path: Path, small_rooms: None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "is_pinned"),
-    [("_fill_by_rooms", False), ("fill", True)],
+    ("place", "wait", "is_pinned"),
+    [
+        ((loading._Rooms, "read"), "left.synchronize()", False),
+        (
+            (loading.DeviceFill, "fill"),
+            "devices().mark(devices().current(device)).synchronize()",
+            True,
+        ),
+    ],
     ids=["a room is used again", "the sources are given away"],
 )
 def test_without_its_waits_something_else_is_restored(
@@ -134,11 +137,12 @@ def test_without_its_waits_something_else_is_restored(
     monkeypatch: pytest.MonkeyPatch,
     small_rooms: None,
     scribbling: None,
-    name: str,
+    place: tuple[type, str],
+    wait: str,
     is_pinned: bool,
 ) -> None:
     late = LateDevices(Lateness.COMPUTE)
-    without(monkeypatch, loading.DeviceFill, name, "mark.synchronize()")
+    without(monkeypatch, *place, wait)
     with late.running(), datastates.open(tmp_path, config=CONFIG) as repo:
         with repo.track(
             rng=False, state=state(late.put if is_pinned else lambda tensor: tensor)
