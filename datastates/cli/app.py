@@ -160,7 +160,7 @@ Only = Annotated[
     typer.Option(
         "--only",
         metavar="PATTERN",
-        help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.",
+        help="Only these objects or tensors: model, 'model/*.weight'. May be repeated.",
         show_default=False,
     ),
 ]
@@ -168,7 +168,7 @@ MOST = 10**9
 """The largest number that an option which counts takes: databases count to 2**63 at most."""
 
 Limit = Annotated[
-    int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many; 0 shows all.")
+    int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many. 0 shows all.")
 ]
 _OUR_COMMAND = re.compile(r"`datastates(?= (?!init|demo|token|agent|--)|`)")
 PIPED_WIDTH = 10_000

@@ -426,7 +426,7 @@ def bisect(
         typer.Option(
             "--only",
             metavar="PATTERN",
-            help="Restore only these objects for it: model; may be repeated.",
+            help="Restore only these objects for it: model. May be repeated.",
             show_default=False,
         ),
     ] = None,

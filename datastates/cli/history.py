@@ -184,7 +184,7 @@ def log(
     ] = False,
     oneline: Annotated[bool, typer.Option("--oneline", help="One line a state.")] = False,
     graph: Annotated[
-        bool, typer.Option("--graph/--no-graph", help="Draw the branches beside the states.")
+        bool, typer.Option("--graph/--no-graph", help="Draw the branches next to the states.")
     ] = True,
     follow: Annotated[
         bool,

@@ -170,7 +170,10 @@ def branches(
         ),
     ] = 2.0,
     times: Annotated[
-        int, typer.Option("--times", min=0, max=MOST, help="How often in all; 0: until Ctrl-C.")
+        int,
+        typer.Option(
+            "--times", min=0, max=MOST, help="How often in all. 0 continues until Ctrl-C."
+        ),
     ] = 0,
     as_csv: AsCsv = False,
     repo: Repo = None,

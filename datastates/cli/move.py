@@ -346,17 +346,17 @@ def import_states(
         typer.Option(
             "--branch",
             metavar="NAME",
-            help="With --pattern: a new branch, or that of an earlier import.",
+            help="With --pattern: a new branch, or the branch of an earlier import.",
         ),
     ] = "imported",
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", "-n", help="With --pattern: only say which files there are."),
+        typer.Option("--dry-run", "-n", help="With --pattern: only print which files there are."),
     ] = False,
     skip_bad: Annotated[
         bool,
         typer.Option(
-            "--skip-bad", help="With --pattern: leave out files that are refused, and say why."
+            "--skip-bad", help="With --pattern: leave out files that are refused, and print why."
         ),
     ] = False,
     repo: Repo = None,
@@ -491,7 +491,7 @@ def clone(
         typer.Option(
             "--also",
             metavar="URL",
-            help="A further source (tcp://HOST:PORT), to share the work; may be repeated.",
+            help="A further source (tcp://HOST:PORT), to share the work. May be repeated.",
             show_default=False,
         ),
     ] = None,

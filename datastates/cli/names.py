@@ -120,7 +120,7 @@ def rm(
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", "-n", help="Delete nothing; only say what --bytes would drop."),
+        typer.Option("--dry-run", "-n", help="Delete nothing, and print what --bytes would drop."),
     ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
@@ -279,7 +279,7 @@ def note(
             "--delete",
             "-d",
             metavar="NOTE",
-            help="Delete the note of this uid for good.",
+            help="Delete the note of this uid permanently.",
             show_default=False,
         ),
     ] = None,
@@ -288,7 +288,7 @@ def note(
         typer.Option(
             "--metric",
             metavar="KEY=NUMBER",
-            help="Add a metric to a state that was captured before; may be repeated.",
+            help="Add a metric to a state that was captured before. May be repeated.",
             show_default=False,
             autocompletion=metric_names,
         ),

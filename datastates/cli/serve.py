@@ -205,7 +205,7 @@ def serve(
             "--store",
             metavar="[NAME=]REPO",
             help=(
-                "A repository (default: as --repo elsewhere); may be repeated. Its name is its"
+                "A repository (default: as --repo elsewhere). May be repeated. Its name is its"
                 " folder's unless it is given."
             ),
             show_default=False,
@@ -250,7 +250,7 @@ def serve(
         typer.Option(
             "--allowed-host",
             metavar="NAME",
-            help="http: a name that this server goes by; may be repeated.",
+            help="http: a name that this server goes by. May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -265,7 +265,7 @@ def serve(
         typer.Option(
             "--cors",
             metavar="ORIGIN",
-            help="http: an origin whose pages may ask; may be repeated.",
+            help="http: an origin whose pages may ask. May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -274,7 +274,7 @@ def serve(
         typer.Option(
             "--trusted-proxy",
             metavar="ADDRESS",
-            help="http: whose X-Forwarded headers are believed; may be repeated.",
+            help="http: whose X-Forwarded headers are believed. May be repeated.",
             show_default=False,
         ),
     ] = None,

@@ -29,7 +29,7 @@ _LISTED = 20
 def gc(
     context: typer.Context,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Only say what would be done.")
+        bool, typer.Option("--dry-run", "-n", help="Print what would be done, and do nothing.")
     ] = False,
     unknown: Annotated[
         bool,
@@ -216,7 +216,7 @@ def repair(
         typer.Option(
             "--peer",
             metavar="URL",
-            help="A process that serves them (tcp://HOST:PORT); may be repeated.",
+            help="A process that serves them (tcp://HOST:PORT). May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -244,7 +244,7 @@ def repair(
         typer.Option(
             "--tier",
             metavar="URL",
-            help="With --lineage: a bucket that holds states (s3://…); may be repeated.",
+            help="With --lineage: a bucket that holds states (s3://…). May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -405,7 +405,7 @@ def prune(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Only say what would be dropped.")
+        bool, typer.Option("--dry-run", "-n", help="Print what would be dropped, and drop nothing.")
     ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
