@@ -136,7 +136,18 @@ def train(
             signal.pause()
 
 
-def _killed(repo: Path, steps: int, **options: Any) -> list[list[str]]:
+@pytest.fixture(params=["SQLite", "PostgreSQL"])
+def url(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str | Path:
+    """A repository whose packs are in ``tmp_path/packs``."""
+    if request.param == "SQLite":
+        return tmp_path
+    monkeypatch.setenv("DATASTATES_PACKS", str(tmp_path / "packs"))
+    return str(request.getfixturevalue("postgresql_url"))
+
+
+def _killed(repo: str | Path, steps: int, **options: Any) -> list[list[str]]:
     """Train, and kill the process; what it said, in words."""
     with job(
         1, "tests.agent.test_agent:train", repo=str(repo), steps=steps, hang=True, **options
@@ -147,19 +158,19 @@ def _killed(repo: Path, steps: int, **options: Any) -> list[list[str]]:
         return [line.split() for line in ranks.lines()[0]]
 
 
-def _trained(repo: Path, steps: int, **options: Any) -> list[list[str]]:
+def _trained(repo: str | Path, steps: int, **options: Any) -> list[list[str]]:
     said = jobs.run(1, "tests.agent.test_agent:train", repo=str(repo), steps=steps, **options)
     return [line.split() for line in said[0]]
 
 
-def test_a_training_that_is_killed_continues_from_its_last_capture(tmp_path: Path) -> None:
-    first = _killed(tmp_path, 12)
+def test_a_training_that_is_killed_continues_from_its_last_capture(url: str | Path) -> None:
+    first = _killed(url, 12)
     taken_over()
-    second = _killed(tmp_path, 5)
+    second = _killed(url, 5)
     assert second[0] == ["from", "12", "captured", first[-2][3]]
-    third = _trained(tmp_path, 1)
+    third = _trained(url, 1)
     assert third[0] == ["from", "17", "captured", second[-2][3]]
-    with datastates.open(tmp_path) as repo:
+    with datastates.open(url) as repo:
         states = repo.log("main")
         assert [state.step for state in states] == [*range(18, 0, -1)]
         assert states[0].status is Status.DURABLE
@@ -182,10 +193,10 @@ def test_every_state_in_memory_is_whole_after_the_kill(tmp_path: Path) -> None:
         run.capture().wait("durable")
 
 
-def test_without_a_successor_heads_and_tags_become_durable(tmp_path: Path) -> None:
-    said = _killed(tmp_path, 9, tag_at=4)
+def test_without_a_successor_heads_and_tags_become_durable(url: str | Path, tmp_path: Path) -> None:
+    said = _killed(url, 9, tag_at=4)
     taken_over()
-    with datastates.open(tmp_path) as repo:
+    with datastates.open(url) as repo:
         assert repo.state("main").status is Status.CAPTURED  # it counts as alive
         ask(status().takeovers[0], Settle(), Ended, 60)
         assert {state.step: state.status for state in repo.log("main")} == {
