@@ -85,13 +85,34 @@ class Study:
         """
         origin = records.tag_start(self.repo, self.name, start)  # from here on there is a study
         known = read_study(self.repo, self.name, self.plan, config=self.config)
-        with self.repo.core.writing() as session:
-            planned = [
-                attachments.PlannedVariant(one.name, one.parent, one.epochs, one.config)
-                for one in self.plan.variants
-            ]
-            attachments.plan(session, self.name, planned)
+        self._record({name for rung in self._rungs(known.done, known.errors) for name in rung})
         return origin, known
+
+    def admit(self, done: Mapping[str, State], lost: Collection[str]) -> frozenset[str]:
+        """The variants that may be trained now. With halving, these are in the current rung.
+
+        A decision about the next rung is recorded before any of its variants begins. It stays, even
+        if variants that failed would be better.
+        """
+        rungs = self._rungs(done, lost)
+        if self.plan.halving is not None:
+            self._record({name for rung in rungs for name in rung})
+        return frozenset(rungs[-1])
+
+    def _rungs(self, done: Mapping[str, State], lost: Collection[str]) -> list[list[str]]:
+        with self.repo.core.reading() as session:
+            recorded = attachments.planned(session, self.name)
+        metrics = {name: state.metrics for name, state in done.items()}
+        return self.plan.decided(recorded, metrics, lost)
+
+    def _record(self, names: Collection[str]) -> None:
+        planned = [
+            attachments.PlannedVariant(one.name, one.parent, one.epochs, one.config)
+            for one in self.plan.variants
+            if one.name in names
+        ]
+        with self.repo.core.writing() as session:
+            attachments.plan(session, self.name, planned)
 
     def assign(self, variant: Variant, parent: State) -> Assignment:
         """What the worker of a variant needs of its plan."""
@@ -105,6 +126,7 @@ class Study:
             plan.rows(variant.validation),
             parent.uid,
             plan.size,
+            plan.halving is not None and variant.parent is not None,
         )
 
     def report(self, errors: Mapping[str, str], reused: Collection[str]) -> Exploration:
@@ -217,8 +239,9 @@ class _Ours:
         done, errors = self.done(), self.errors()
         lost: set[str] = set()
         is_over = True
+        admitted = self._admit(done, errors)
         for variant in self.study.plan.variants:
-            if variant.name in done:
+            if variant.name in done or variant.name not in admitted:
                 continue
             if variant.parent in lost or (variant.name in errors and self._is_lost(variant)):
                 lost.add(variant.name)
@@ -229,6 +252,16 @@ class _Ours:
         if not is_over:
             time.sleep(_AMONG_LOOK_S)
         return "" if is_over else _NONE_NOW
+
+    def _admit(self, done: Mapping[str, State], errors: Collection[str]) -> Collection[str]:
+        """The variants that may be trained now, by whichever group."""
+        study, plan = self.study, self.study.plan
+        if plan.halving is None:
+            return {variant.name for variant in plan.variants}
+        lost = {one.name for one in plan.variants if one.name in errors and self._is_lost(one)}
+        name = records.claim_name(study.repo, study.name)
+        with _turn(records.claims_folder(study.repo), f"{name}-rung"):
+            return study.admit(done, lost)
 
     def _is_lost(self, variant: Variant) -> bool:
         """Whether a failed variant is given up: no group holds it, and its error is still
@@ -447,6 +480,7 @@ def explore(
             presence.close,
             reception,
             workers or len(plan),
+            of.admit,
         )
         run.until_done()
         return of.report(run.errors, run.reused)
@@ -470,6 +504,8 @@ class _Run:
     leave: Callable[[], None]
     reception: Reception
     most: int
+    admit: Callable[[Mapping[str, State], Collection[str]], frozenset[str]]
+    admitted: frozenset[str] = field(init=False)
     reused: frozenset[str] = field(init=False)
     errors: dict[str, str] = field(default_factory=dict)
     _attempts: Counter[str] = field(default_factory=Counter)
@@ -485,6 +521,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.reused = frozenset(self.done)
+        self.admitted = self.admit(self.done, self.errors)
 
     def until_done(self) -> None:
         """Submit variants that may begin and take in those that ended, until nothing is left."""
@@ -500,15 +537,36 @@ class _Run:
             raise
 
     def _submit_ready(self) -> bool:
+        if self.plan.halving is not None and not self._at_work:
+            self._next_rung(self.plan.halving.metric)
         ready = [variant for variant in self.plan.variants if self._may_begin(variant)]
         ready = ready[: max(0, self.most - len(self._at_work))]
         for variant in ready:
             self._submit(variant)
         return bool(ready)
 
+    def _next_rung(self, metric: str) -> None:
+        """Decide about the next rung if the current one is over."""
+        before, self.admitted = self.admitted, self.admit(self.done, self.errors)
+        if self.admitted == before:
+            return
+        if not self.admitted:
+            _logger.warning(
+                "study %s: no variant of the rung ended with a finite %s, so none continues",
+                self.study,
+                metric,
+            )
+        parents = before & self.done.keys()
+        for variant in self.plan.variants:
+            if variant.parent in parents and variant.name not in self.admitted:
+                parents |= {variant.name}
+                self.display.ended(variant.name, "dropped")
+
     def _may_begin(self, variant: Variant) -> bool:
         name = variant.name
         if name in self.done or name in self.errors or name in self._at_work:
+            return False
+        if name not in self.admitted:
             return False
         return variant.parent is None or variant.parent in self.done
 
@@ -562,6 +620,8 @@ class _Run:
         if outcome.uid is None:
             return self._failed(name, outcome.error or "it failed", outcome.traceback)
         self.done[name] = self.repo.state(outcome.uid)
+        if self.plan.halving is not None:
+            self.plan.halving.value(name, self.done[name].metrics)  # before more is trained
         self.display.reported(name, self.done[name])
         self.display.ended(name, "done")
         _logger.debug("variant %s began from %s", name, outcome.source)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
 
@@ -237,10 +237,54 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
+class Halving:
+    """The rule by which variants continue: after each rung, the share ``keep`` with the best values
+    of ``metric``, at least one. Values that are not finite are never kept."""
+
+    metric: str
+    keep: float
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        keep = values.number(self.keep, "keep")
+        if not 0 < keep < 1:
+            raise InvalidInput(f"keep is {keep:g}: give a share between 0 and 1, such as 1/3")
+        if self.mode not in ("min", "max"):
+            raise InvalidInput(f"mode is {values.shown(self.mode)}: choose 'min' or 'max'")
+        # frozen for everybody else
+        object.__setattr__(self, "metric", values.key(self.metric, "the metric of halving"))
+        object.__setattr__(self, "keep", keep)
+
+    def value(self, name: str, metrics: Mapping[str, float]) -> float:
+        """The metric of a variant's result.
+
+        :raises InvalidInput: the variant did not report it.
+        """
+        if self.metric not in metrics:
+            raise InvalidInput(
+                f"halving compares {self.metric!r}, and variant {name!r} reported"
+                f" {_some(sorted(metrics))}: report it, or explore again with halving by another"
+                " metric. Finished variants are not repeated"
+            )
+        return metrics[self.metric]
+
+    def best(self, found: Mapping[str, float], count: int) -> list[str]:
+        """The variants that continue of ``count`` in a rung, given the values of the finished ones
+        in the order of the plan. The earlier of two equal ones is better."""
+        sign = 1 if self.mode == "min" else -1
+        finite = [name for name, value in found.items() if math.isfinite(value)]
+        # 1e-9: a third of nine is three
+        most = max(1, math.floor(count * self.keep + 1e-9))
+        return sorted(finite, key=lambda name: sign * found[name])[:most]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A tree of variants, parents before their children.
 
-    ``subsets`` are indices of the data by name. The start was trained on those in ``seen``.
+    ``subsets`` are indices of the data by name. The start was trained on those in ``seen``. With
+    ``halving``, a variant continues the training of its parent, and only if the parent was among
+    the best of its rung.
 
     The plan copies its arguments. Indices can be ranges, arrays or tensors of integers.
 
@@ -251,6 +295,7 @@ class Plan:
     variants: tuple[Variant, ...]
     subsets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     seen: tuple[str, ...] = ()
+    halving: Halving | None = None
     _by_name: dict[str, Variant] = field(init=False, repr=False, compare=False)
     _size: int = field(init=False, repr=False, compare=False)
     _hashes: dict[tuple[str, ...], str] = field(init=False, repr=False, compare=False)
@@ -303,6 +348,53 @@ class Plan:
     def children(self, name: str | None) -> tuple[Variant, ...]:
         """The variants that fork from a variant, or from the plan's start if ``name`` is None."""
         return tuple(variant for variant in self.variants if variant.parent == name)
+
+    def rungs(self) -> list[list[str]]:
+        """The names of the variants by the number of their ancestors, each in the order of the
+        plan."""
+        found: list[list[str]] = []
+        rung_of: dict[str | None, int] = {None: -1}
+        for variant in self.variants:
+            rung_of[variant.name] = number = rung_of[variant.parent] + 1
+            if number == len(found):
+                found.append([])
+            found[number].append(variant.name)
+        return found
+
+    def decided(
+        self,
+        recorded: Container[str],
+        done: Mapping[str, Mapping[str, float]],
+        lost: Container[str],
+    ) -> list[list[str]]:
+        """The variants that are trained of each rung, up to the last rung for which that is known.
+        Without halving, one rung with all variants.
+
+        :param recorded: the variants of rungs that were decided before. They stay decided.
+        :param done: the metrics of the finished variants.
+        :param lost: the variants that have failed.
+        :raises InvalidInput: a finished variant has not the metric.
+        """
+        if self.halving is None:
+            return [list(self._by_name)]
+        first, *later = self.rungs()
+        chosen = [first]
+        for rung in later:
+            before = chosen[-1]
+            found = {name: self.halving.value(name, done[name]) for name in before if name in done}
+            names = [name for name in rung if name in recorded]
+            if not names:
+                if any(name not in done and name not in lost for name in before):
+                    break
+                best = set(self.halving.best(found, len(before)))
+                names = [name for name in rung if self._by_name[name].parent in best]
+            chosen.append(names)
+        return chosen
+
+    def expected(self) -> list[str]:
+        """As many variants of each rung as will be trained, or all without halving."""
+        metric = self.halving.metric if self.halving else ""
+        return list(chain(*self.decided((), {name: {metric: 0.0} for name in self._by_name}, ())))
 
     def config(self, name: str, base: Mapping[str, Value] | None = None) -> dict[str, Value]:
         """``base`` with the changes of the variant's whole path."""
@@ -360,6 +452,7 @@ class Plan:
             "variants": self.variants,
             "subsets": self.subsets,
             "seen": self.seen,
+            **({} if self.halving is None else {"halving": self.halving}),
         }
         plain: dict[str, Any] = msgspec.to_builtins(parts)
         return plain
@@ -381,7 +474,7 @@ class Plan:
                 f"a plan of version {form.version}: this release reads version {_VERSION}; upgrade"
                 " datastates"
             )
-        return cls(form.variants, form.subsets, form.seen)
+        return cls(form.variants, form.subsets, form.seen, form.halving)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen for everybody else
@@ -409,6 +502,7 @@ class _Form(msgspec.Struct, forbid_unknown_fields=True):
     version: int = _VERSION
     subsets: dict[str, tuple[int, ...]] = {}
     seen: tuple[str, ...] = ()
+    halving: Halving | None = None
 
 
 def _check_fields(index: int, given: Mapping[str, Any]) -> None:
@@ -459,12 +553,28 @@ def _check(plan: Plan) -> None:
         raise InvalidInput(
             f"seen names {_some(unknown)}, which is no subset: there are {_some(plan.subsets)}"
         )
+    _check_halving(plan)
     sharing = _sharing(plan.subsets)
     trained: dict[str, frozenset[str]] = {}
     for variant in plan.variants:
         check_name(variant.name)
         _check_names(plan, variant, trained)
         _check_data(plan, variant, trained, sharing)
+
+
+def _check_halving(plan: Plan) -> None:
+    if plan.halving is None:
+        return
+    if not isinstance(plan.halving, Halving):
+        raise InvalidInput(
+            f"halving is {values.shown(plan.halving)}: make the plan with halving(plan, ...)"
+        )
+    parents = Counter(variant.parent for variant in plan.variants if variant.parent is not None)
+    if several := [parent for parent, count in parents.items() if count > 1]:
+        raise InvalidInput(
+            f"variant {several[0]!r} is continued by several variants: with halving, a variant"
+            " has one continuation"
+        )
 
 
 def _check_names(plan: Plan, variant: Variant, before: Container[str]) -> None:

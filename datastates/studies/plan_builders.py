@@ -1,5 +1,5 @@
-"""Builders for the usual plans: grids and samples of configurations, ensembles, folds, and
-leave-out trees."""
+"""Builders for the usual plans: grids and samples of configurations, ensembles, folds,
+leave-out trees, and successive halving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from datastates.lineage.write.refs import check_name
 from datastates.values import Value
 
 from . import plan as arguments
-from .plan import Plan, Variant
+from .plan import Halving, Plan, Variant
 
 _NAME_LENGTH = 60
 
@@ -369,6 +369,8 @@ def repeat(plan: Plan, seeds: Seeds) -> Plan:
     :raises InvalidInput: a first variant of the plan has its own seed.
     """
     chosen = range(seeds) if isinstance(seeds, int) else seeds
+    if plan.halving is not None:
+        raise InvalidInput("halving comes last: halving(repeat(plan, seeds), ...)")
     if taken := [variant.name for variant in plan.children(None) if "seed" in variant.config]:
         raise InvalidInput(
             f"variant {taken[0]!r} has a seed of its own: repeat a plan whose variants have none"
@@ -382,6 +384,66 @@ def repeat(plan: Plan, seeds: Seeds) -> Plan:
         plan,
         variants=tuple(_seeded(variant, int(seed)) for seed in chosen for variant in plan.variants),
     )
+
+
+@values.checked
+def halving(
+    plan: Plan,
+    metric: str,
+    *,
+    every: arguments.Positive,
+    keep: float = 1 / 3,
+    mode: Literal["min", "max"] = "min",
+) -> Plan:
+    """A plan of the same variants in rungs of ``every`` epochs. After each rung, the best continue
+    from their own states, and all other variants are dropped.
+
+    This is successive halving (Jamieson and Talwalkar, 2016) with rungs of equal length. Variant
+    ``lr=0.1`` becomes ``rung-1/lr=0.1``, and ``rung-2/lr=0.1`` continues it. A failed variant is
+    dropped. The next rung begins when all variants of the rung are finished or failed.
+    ``Job.epochs`` counts from 0 in each rung.
+
+        rates = sample({"lr": LogUniform(1e-4, 1.0)}, count=27, seed=0, epochs=9)
+        plan = halving(rates, "val_loss", every=3)  # 27, then 9, then 3 variants
+
+    :param plan: variants that all fork from the start, with equal epochs.
+    :param metric: what variants report and are compared by. NaN and infinity are never kept.
+    :param every: the epochs of a rung. The last rung may be shorter.
+    :param keep: the share of a rung that continues, rounded down, at least one variant.
+    :param mode: ``"min"`` if the lowest value is the best, else ``"max"``.
+    :raises InvalidInput: the plan is a tree, its epochs differ, or there is only one rung.
+    """
+    epochs = plan.variants[0].epochs
+    if plan.halving is not None or any(
+        variant.parent is not None or variant.epochs != epochs for variant in plan.variants
+    ):
+        raise InvalidInput(
+            "halving needs variants that fork from the start and have equal epochs, as from grid()"
+            " or sample(): give it such a plan"
+        )
+    if every >= epochs:
+        raise InvalidInput(
+            f"every is {every}, and the variants have {epochs} epochs, so nothing would be dropped:"
+            f" give at most {epochs - 1}, or leave halving out"
+        )
+    lengths = [min(every, epochs - begin) for begin in range(0, epochs, every)]
+    if len(lengths) * len(plan) > arguments.MOST_VARIANTS:
+        raise InvalidInput(
+            f"{len(plan)} variants in {len(lengths)} rungs: give at most"
+            f" {arguments.MOST_VARIANTS:,} together"
+        )
+    variants = [
+        replace(
+            variant,
+            name=f"rung-{rung}/{variant.name}",
+            parent=f"rung-{rung - 1}/{variant.name}" if rung > 1 else None,
+            epochs=length,
+            config={} if rung > 1 else variant.config,
+        )
+        for rung, length in enumerate(lengths, 1)
+        for variant in plan.variants
+    ]
+    return replace(plan, variants=tuple(variants), halving=Halving(metric, keep, mode))
 
 
 @values.checked

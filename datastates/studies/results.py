@@ -11,10 +11,11 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fractions import Fraction
 from io import StringIO
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Protocol, Self
 
@@ -27,6 +28,7 @@ from rich.text import Text
 from datastates import values
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.states import Revision, State
+from datastates.lineage.write import attachments
 from datastates.storage.pack import packs_of
 from datastates.values import Value
 
@@ -132,12 +134,14 @@ class PrintedGroup(_Printed, Group):
 
 class Progress(StrEnum):
     """How far a variant has come. A begun variant will be continued. A skipped variant has an
-    ancestor that failed."""
+    ancestor that failed. A dropped variant would continue one that was not among the best of its
+    rung."""
 
     DONE = "done"
     BEGUN = "begun"
     FAILED = "failed"
     SKIPPED = "skipped"
+    DROPPED = "dropped"
     WAITING = "waiting"
 
 
@@ -170,7 +174,7 @@ class Result:
 @dataclass(frozen=True, slots=True)
 class Exploration:
     """A study as the lineage has it. ``results`` are in the order of the plan. It is true when all
-    variants are done.
+    variants are done, or were dropped by halving.
 
     ``storage`` is what the study's states take on disk, if ``explore`` made the result.
     """
@@ -183,7 +187,8 @@ class Exploration:
     storage: Storage | None = None
 
     def __bool__(self) -> bool:
-        return all(result.progress is Progress.DONE for result in self.results.values())
+        over = (Progress.DONE, Progress.DROPPED)
+        return all(result.progress in over for result in self.results.values())
 
     def __getitem__(self, variant: str) -> Result:
         return self.results[self.plan[variant].name]
@@ -202,6 +207,13 @@ class Exploration:
             for each in self
             if each.progress is Progress.DONE and each.state is not None
         }
+
+    @property
+    def work(self) -> Work:
+        """The epochs trained so far, next to the cost of training each variant to its end. With
+        halving, ``saving`` compares with training all variants through all rungs. Excludes the
+        prefix."""
+        return _compared(self.plan, 0.0, {each.variant: each.epochs for each in self})
 
     @property
     def alike(self) -> list[tuple[str, ...]]:
@@ -257,6 +269,7 @@ class Exploration:
             "\n".join(
                 [
                     *map(say_alike, self.alike),
+                    *([] if self.plan.halving is None else [_halved(self.plan, self.work)]),
                     *([] if self.storage is None else [str(self.storage)]),
                 ]
             )
@@ -352,7 +365,33 @@ def read_study(
         results[name] = Result(
             name, progress, last, epochs, error if state is None else None, name in reused
         )
+    if plan.halving is not None:
+        with repository.core.reading() as session:
+            _halve(plan, results, attachments.planned(session, study))
     return Exploration(study, start, plan, results, dict(config or {}))
+
+
+def _halve(plan: Plan, results: dict[str, Result], recorded: Mapping[str, str | None]) -> None:
+    """Find the variants that were dropped, and those that failed in a rung that is over."""
+    done = {name: one.metrics for name, one in results.items() if one.progress is Progress.DONE}
+    lost = [name for name, one in results.items() if one.progress is Progress.FAILED]
+    *over, now = plan.decided(recorded, done, lost)
+    trained = {*now, *chain.from_iterable(over)}
+    for rung, names in enumerate(plan.rungs()):
+        for name in names:
+            one, parent = results[name], results.get(plan[name].parent or "")
+            above = parent.progress if parent is not None else Progress.DONE
+            progress = one.progress
+            if progress in (Progress.DONE, Progress.FAILED):
+                continue
+            if above in (Progress.FAILED, Progress.SKIPPED):
+                progress = Progress.SKIPPED
+            elif above is Progress.DROPPED or (rung <= len(over) and name not in trained):
+                progress = Progress.DROPPED
+            elif rung < len(over):
+                progress = Progress.FAILED
+            error = recorded.get(name) if progress is Progress.FAILED else None
+            results[name] = replace(one, progress=progress, error=error)
 
 
 # --- Progress: a table on a terminal, lines of the log elsewhere ---
@@ -563,31 +602,36 @@ class _Part:
 def work(plan: Plan, *, prefix_epochs: float = 0.0) -> Work:
     """The cost of a plan. ``prefix_epochs`` is the cost of its start.
 
+    With halving, ``tree_epochs`` counts as many variants of each rung as will be trained, and
+    ``scratch_epochs`` all variants, each through all rungs.
+
     :raises InvalidInput: ``prefix_epochs`` is negative, or not finite.
     """
     if not 0 <= prefix_epochs < math.inf:
         raise InvalidInput(
             f"prefix_epochs is {prefix_epochs}: give the epochs that the start took, 0 or more"
         )
-    shares = {
-        variant.name: _share(plan.samples(variant.name), plan.size) for variant in plan.variants
-    }
+    return _compared(plan, prefix_epochs, {name: plan[name].epochs for name in plan.expected()})
+
+
+def _compared(plan: Plan, prefix_epochs: float, trained: Mapping[str, int]) -> Work:
+    """The cost of the epochs that were trained of each variant, next to the whole plan's."""
     parts = {
-        variant.name: _Part(Fraction(variant.epochs), shares[variant.name])
+        variant.name: _Part(Fraction(variant.epochs), _share(plan.samples(variant.name), plan.size))
         for variant in plan.variants
     }
-    return _sum(
-        Fraction(prefix_epochs),
-        parts,
-        {name: [step.name for step in plan.path(name)] for name in parts},
-    )
+    ends = parts if plan.halving is None else plan.rungs()[-1]
+    paths = {name: [step.name for step in plan.path(name)] for name in ends}
+    of = {name: replace(parts[name], epochs=Fraction(each)) for name, each in trained.items()}
+    return _sum(Fraction(prefix_epochs), parts, paths, of)
 
 
 @values.checked
 def work_done(repo: arguments.AnyRepository, study: str) -> Work:
     """The work of a study so far, from the states above each variant's branch or ``done`` tag.
 
-    Training that was lost with a dead process is on no path, and does not count.
+    Training that was lost with a dead process is on no path, and does not count. Each rung of a
+    variant counts as a variant: ``Exploration.work`` compares halving with training all variants.
 
     :raises NotFound: there is no such study.
     """
@@ -599,7 +643,7 @@ def work_done(repo: arguments.AnyRepository, study: str) -> Work:
         if name in path:  # else the variant is still at its fork
             paths[name] = list(path)
             parts |= {step: _part(state) for step, state in path.items()}
-    return _sum(Fraction(prefix_epochs(repo, start.uid)), parts, paths)
+    return _sum(Fraction(prefix_epochs(repo, start.uid)), parts, paths, parts)
 
 
 @values.checked
@@ -622,8 +666,13 @@ def prefix_epochs(repo: arguments.AnyRepository, rev: Revision) -> float:
     return float(sum((part.epochs * part.share for part in parts), Fraction(0)))
 
 
-def _sum(prefix: Fraction, parts: Mapping[str, _Part], paths: Mapping[str, Iterable[str]]) -> Work:
-    tree = prefix + sum(part.epochs * part.share for part in parts.values())
+def _sum(
+    prefix: Fraction,
+    parts: Mapping[str, _Part],
+    paths: Mapping[str, Iterable[str]],
+    trained: Mapping[str, _Part],
+) -> Work:
+    tree = prefix + sum(part.epochs * part.share for part in trained.values())
     whole = {
         name: prefix + sum(parts[step].epochs for step in path) for name, path in paths.items()
     }
@@ -710,8 +759,13 @@ def describe(plan: Plan, work: Work, *, limit: values.Count = 40) -> PrintedGrou
 
 
 def _headline(plan: Plan) -> str:
-    stages = max(_depths(plan).values()) + 1
+    stages = len(plan.rungs())
     data = f", {plan.size:,} samples in {len(plan.subsets)} subsets" if plan.subsets else ""
+    if (rule := plan.halving) is not None:
+        return (
+            f"{_count(len(plan.children(None)), 'variant')} in {stages} rungs{data}; the best"
+            f" {rule.keep:.0%} of a rung by {rule.metric} ({rule.mode}) continue"
+        )
     return f"{_count(len(plan), 'variant')} in {_count(stages, 'stage')}{data}"
 
 
@@ -743,6 +797,14 @@ def _cells(plan: Plan, variant: Variant, depth: int) -> tuple[str, ...]:
         validated,
         str(variant.epochs),
         f"{variant.epochs * share:.1f}",
+    )
+
+
+def _halved(plan: Plan, done: Work) -> str:
+    return (
+        f"trained {done.tree_epochs:g} epochs over the full data; all"
+        f" {_count(len(plan.children(None)), 'variant')} to the end would take"
+        f" {done.scratch_epochs:g}"
     )
 
 

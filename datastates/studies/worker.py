@@ -72,7 +72,8 @@ class Assignment:
     """One variant of a study, as its worker needs it; ``origin`` is the uid of the state from which
     it forks.
 
-    ``samples_all`` is the number of samples in the plan's whole data.
+    ``samples_all`` is the number of samples in the plan's whole data. ``is_continued``: the variant
+    continues its parent's training instead of forking from it.
     """
 
     study: str
@@ -83,6 +84,7 @@ class Assignment:
     validation: tuple[int, ...]
     origin: str
     samples_all: int = 0
+    is_continued: bool = False
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -156,9 +158,10 @@ class Job:
 
     @property
     def is_new(self) -> bool:
-        """Whether the variant has not trained yet. Apply then what its configuration changes in
-        restored objects, other than options of optimizers."""
-        return self._from.uid == self._origin.uid
+        """Whether the variant has not trained yet, in an earlier rung of halving neither. Apply
+        then what its configuration changes in restored objects, other than options of
+        optimizers."""
+        return self._from.uid == self._origin.uid and not self._assignment.is_continued
 
     @property
     def is_over(self) -> bool:
@@ -201,6 +204,8 @@ class Job:
         if self.is_new and isinstance(seed, int):
             seed_everything(_seed_of(seed, self._ranks.rank))
             objects = {"rng": "script", **objects}
+        if self._assignment.is_continued:
+            objects = {"hyperparameters": "state", **objects}  # as a resumed variant
         self._fetch(self._from)
         objects = {"takeover": True, **objects}  # the claim on the variant decides who trains it
         self._tracker = self._repository.track(

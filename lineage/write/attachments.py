@@ -65,6 +65,11 @@ def plan(session: Session, study: str, variants: Sequence[PlannedVariant]) -> No
         )
 
 
+def planned(session: Session, study: str) -> dict[str, str | None]:
+    """The variants that a study plans to train, with the errors of their last attempts."""
+    return {row.name: row.error for row in session.execute(_PLANNED, {"of": study})}
+
+
 def begin(session: Session, study: str, variant: str) -> None:
     """Note that a worker begins to train a variant; this clears the error of an earlier attempt."""
     session.execute(_BEGIN, {"of": study, "variant": variant, "now": to_us(None)})
@@ -114,6 +119,7 @@ def _row(study: str, place: int, variant: PlannedVariant) -> dict[str, object]:
 _is_it = (VARIANT.c.study == bindparam("of")) & (VARIANT.c.name == bindparam("variant"))
 _planned = [VARIANT.c[name] for name in ("study", "name", "place", "parent", "epochs", "config")]
 _KNOWN = select(*_planned).where(VARIANT.c.study == bindparam("of"))
+_PLANNED = select(VARIANT.c.name, VARIANT.c.error).where(VARIANT.c.study == bindparam("of"))
 _PLAN = insert(VARIANT)
 _PLAN_AGAIN = (
     update(VARIANT)

@@ -1,5 +1,5 @@
 """An explorer in a process of its own, for tests that end it: ``python -m
-tests.studies.exploring own|pool|ranks <url> [<packs>]``."""
+tests.studies.exploring own|pool|ranks|rungs <url> [<packs>]``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import datastates
 from datastates.studies import Plan, Variant, explore
 from tests.studies import parallel
-from tests.studies.studies import EVERY_STATE, train, tree
+from tests.studies.studies import EVERY_STATE, rungs, train, tree
 
 
 def pool() -> ProcessPoolExecutor:
@@ -46,7 +46,8 @@ def main(kind: str, url: str, packs: str | None = None) -> None:
             )
             report = explore(repo, "main", plan, parallel.train, study="s", ranks=2)
         else:
-            report = explore(repo, "main", tree(), train, executor, study="s")
+            plan = rungs() if kind == "rungs" else tree()
+            report = explore(repo, "main", plan, train, executor, study="s")
     sys.exit(0 if report else 1)
 
 

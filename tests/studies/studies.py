@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import datastates
 from datastates import Config, PermutationSampler, Repository, State, Tracker
 from datastates.state.tree import flatten
-from datastates.studies import Plan, Variant
+from datastates.studies import Plan, Variant, halving
 from datastates.studies.records import make_durable
 from datastates.studies.worker import Job, seed_everything
 
@@ -112,6 +112,7 @@ def meet(variant: str, epoch: int, run: Tracker) -> None:
         return
     plan = json.loads((Path(folder) / "plan").read_text())
     what, is_always = plan.get(f"{variant}:{epoch}", (None, False))
+    variant = variant.replace("/", "-")
     if what is None or not (first(Path(folder) / f"met-{variant}-{epoch}") or is_always):
         return
     if run.head is not None:
@@ -168,6 +169,13 @@ def tree(epochs: int = 2) -> Plan:
     )
 
 
+def rungs() -> Plan:
+    """Four variants, of which two have a second rung, and one has a third."""
+    rates = {"low": 1e-3, "high": 3e-2, "mid": 1e-2, "huge": 3.0}
+    variants = tuple(Variant(name, None, 5, {"lr": rate}) for name, rate in rates.items())
+    return halving(Plan(variants), "loss", every=2, keep=0.5)
+
+
 def essence(
     repo: Repository, study: str, plan: Plan
 ) -> dict[str, list[tuple[str, int, dict[str, float]]]]:
@@ -203,7 +211,11 @@ def results(
 
 def _paths(repo: Repository, study: str, plan: Plan) -> dict[str, list[State]]:
     start = repo.state(f"start/{study}").uid
-    found = {variant.name: repo.log(f"done/{study}/{variant.name}") for variant in plan.variants}
+    refs = {ref.name for ref in repo.refs()}
+    names = [f"done/{study}/{variant.name}" for variant in plan.variants]
+    if plan.halving is not None:
+        names = [name for name in names if name in refs]
+    found = {name.removeprefix(f"done/{study}/"): repo.log(name) for name in names}
     return {
         name: path[: [state.uid for state in path].index(start)] for name, path in found.items()
     }

@@ -50,6 +50,16 @@ CASES: dict[str, Case] = {
     ),
     "epochs_at": (studies.epochs_at, {"schedule": "flat", "epochs": 2, "stage": 1, "stages": 2}),
     "grid": (studies.grid, {"config": {"lr": (0.1, 0.2)}, "epochs": 1}),
+    "halving": (
+        studies.halving,
+        {
+            "plan": studies.grid({"lr": (0.1, 0.2)}, epochs=4),
+            "metric": "loss",
+            "every": 2,
+            "keep": 0.5,
+            "mode": "min",
+        },
+    ),
     "kfold": (studies.kfold, {"folds": 2, "epochs": 1, "samples": 8, "seed": 0, "seen": ()}),
     "leave_out": (
         studies.leave_out,
