@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ COUNT = 240
 SCHEDULES = ("flat", "linear", "log", "sqrt")
 given_to: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 """What the train function was really given, by variant."""
+seen: list[int] = []
+"""How many samples each epoch had that was really trained."""
 
 
 # --- no sample leaks ------------------------------------------------------------------------------
@@ -104,6 +107,30 @@ def test_formula_is_that_of_a_tree_counted_by_hand() -> None:
     assert found.saving == 53 / 20
 
 
+def alone(plan: Plan, epochs: int, spent: float) -> float:
+    """W_N / W_D as in the paper on high-bypass learning: each leaf alone, next to ``spent``. Epochs
+    count alike, whatever data they have."""
+    return len([one for one in plan.variants if not plan.children(one.name)]) * epochs / spent
+
+
+@pytest.mark.parametrize(
+    ("schedule", "published", "saving"),
+    [
+        ("flat", 0.75, 4.68),
+        ("sqrt", 1.62, 6.65),
+        ("linear", 2.83, 11.03),
+        ("log", 8.57, 21.88),
+    ],
+)
+def test_tree_of_the_published_size_has_the_published_ratios(
+    schedule: Any, published: float, saving: float
+) -> None:
+    plan = leave_out(cut(4**5, 4**5), depth=5, fan_out=4, epochs=50, schedule=schedule)
+    assert len(plan) == 4 + 16 + 64 + 256 + 1024
+    assert round(alone(plan, 50, sum(one.epochs for one in plan.variants)), 2) == published
+    assert round(work(plan).saving, 2) == saving, "the table in docs/guide/studies.md"
+
+
 def test_variants_that_share_nothing_save_nothing() -> None:
     assert work(ensemble(4, epochs=3)) == Work(12.0, 12.0)
     assert work(ensemble(4, epochs=3), prefix_epochs=9).saving == (4 * 12) / (9 + 12)
@@ -144,6 +171,7 @@ def train(job: Job) -> None:
         torch.tensor(job.validation or range(COUNT)),
     )
     for _ in job.epochs():
+        seen.append(len(known))
         loss = one_epoch(model, optimizer, images[known], labels[known])
         run.capture(metrics={"loss": loss})
         with torch.no_grad():
@@ -171,9 +199,12 @@ def test_work_in_the_lineage_is_the_formula(tmp_path: Path, schedule: str) -> No
     # one of them
     plan = leave_out(cut(COUNT, 8), depth=3, epochs=4, schedule=schedule)  # type: ignore[arg-type]
     given_to.clear()
+    seen.clear()
     with begin(tmp_path, epochs=3) as repo:
         assert prefix_epochs(repo, "main") == 3
-        assert explore(repo, "main", plan, train, SerialExecutor(), study="tree", progress=False)
+        report = explore(repo, "main", plan, train, SerialExecutor(), study="tree", progress=False)
+        assert report
+        assert report.work == work(plan)
     with datastates.open(tmp_path) as repo:
         done = work_done(repo, "tree")
         for variant in plan.variants:
@@ -189,6 +220,9 @@ def test_work_in_the_lineage_is_the_formula(tmp_path: Path, schedule: str) -> No
                 )
     assert (done.tree_epochs, done.scratch_epochs) == formula(schedule, 3, 2, 4, 3)
     assert done == work(plan, prefix_epochs=3)
+    planned = alone(plan, 4, sum(one.epochs for one in plan.variants))
+    assert alone(plan, 4, len(seen)) == pytest.approx(planned, rel=0.02), "what was really trained"
+    assert sum(seen) / COUNT == pytest.approx(done.tree_epochs - 3, rel=0.02)
 
 
 def failing(job: Job) -> None:
