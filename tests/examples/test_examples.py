@@ -105,9 +105,11 @@ def test_every_example_is_run_by_a_test() -> None:
         "demo.py",
         "find_outliers.py",
         "fsdp.py",  # test_examples_of_ranks
+        "hydra_sweep.py",  # test_search_examples
         "leave_out_tree.py",
         "lightning_soup.py",
         "mpi_data_parallel.py",  # test_examples_of_ranks
+        "optuna_prefix.py",  # test_search_examples
         "own_processor.py",
         "own_tier.py",
         "parallel_variants.py",  # test_examples_of_ranks
