@@ -67,6 +67,7 @@ def test_a_worker_that_outlives_a_killed_training_keeps_none_of_its_locks(
     os.close(writing)
     assert os.waitstatus_to_exitcode(os.waitpid(training, 0)[1]) == -signal.SIGKILL
     worker = int(os.read(reading, 20))
+    assert os.read(reading, 1) == b"", "the worker has closed its end: it runs by now"
     os.close(reading)
     try:
         path = next(tmp_path.glob(pattern))
