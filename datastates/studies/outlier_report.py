@@ -22,12 +22,16 @@ from rich.text import Text
 
 from datastates.thumbnails import array_of, draw, figure, thumbnail
 
-from .outlier_scores import Ranking, SampleScore, SubsetScore
+from .outlier_scores import Ranking, SampleScore, Score, SubsetScore
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
+    from .outlier_suspects import Selection
+
 TOP = 15
+FURTHER = 24
+"""The most samples that the page shows by each score but the first."""
 LEAST = 12
 """The fewest letters of a description that are shown, if they fit."""
 
@@ -68,10 +72,12 @@ figcaption { margin-top: .35rem; font-size: .8rem; line-height: 1.35; overflow-w
 figcaption b { color: var(--ink); }
 svg { display: block; width: 100%; height: auto; }
 svg text { fill: var(--soft); font-size: 11px; }
+.curve { width: 5.6rem; }
+.curve polyline { fill: none; stroke: var(--cool); stroke-width: 1.5; }
 .rest { fill: var(--cool); }
 .found { fill: var(--hot); }
 """
-LEGEND = """<p>A sample's <b>percentile</b> is the share of all samples that its loss stands above: the mean of two such shares where it
+LEGEND = """<p>A sample's <b>percentile</b> is the share of all samples that its first score stands above. For the loss, it is the mean of two such shares where it
 has a loss along the lineage (the mean over states that were trained on it, or may have been) and a held-out loss (under variants that
 never saw it after their fork). The <b>spread</b> is the standard deviation of that percentile over the branches and variants that know the
 sample. A high loss says that the label does not fit what the model learned from the rest: a wrong label, or an example that is rare or
@@ -103,9 +109,11 @@ def tables(
 
     ``describe(index)`` adds a line to each sample."""
     yield Text("\n".join(summary(report)))
-    yield _samples_table(report.top(most), losses_of(report), describe)
+    yield _samples_table(report, report.top(most), describe)
+    if len(report.scores.columns) > 1:
+        yield _plain_table("Scores", *_compared(report))
     if report.subsets:
-        yield _subsets_table(report.subsets[:most])
+        yield _plain_table("Subsets", SUBSETS, _subset_rows(report.subsets[:most]))
 
 
 def summary(report: Ranking) -> list[str]:
@@ -119,6 +127,7 @@ def summary(report: Ranking) -> list[str]:
             f"{int(selection.suspects.sum())} suspects among {len(report)} samples, at a noise rate"
             f" of {rate}"
         ),
+        f"false suspects: {_false(selection)}",
         f"read: {_read(report)}",
         f"cost: {report.cost}",
     ]
@@ -131,7 +140,51 @@ def summary(report: Ranking) -> list[str]:
         f" {skipped.reason}"
         for skipped in report.skipped
     ]
-    return lines
+    return [*lines, *(f"not detected: {limit}" for limit in limits(report))]
+
+
+def limits(report: Ranking) -> list[str]:
+    """The kinds of fault that the scores of this report do not detect (docs/benchmarks.md)."""
+    columns = set(report.scores.columns)
+    has_labels = not columns <= {Score.DISTANCE, Score.NEIGHBOURS}
+    is_class = not columns.isdisjoint((Score.MARGIN, Score.NORMALIZED_MARGIN))
+    margins = {Score.NORMALIZED_MARGIN, Score.HELD_OUT_MARGIN}
+    found = {
+        "wrong targets, because no score reads them": not has_labels,
+        "most labels of one similar class, which look like hard samples": (
+            has_labels and columns.isdisjoint(margins)
+        ),
+        "inputs far from all others, whose targets a model learns like any other": (
+            Score.DISTANCE not in columns
+        ),
+        "errors of a target that are no larger than those of the model": not is_class,
+        "faults that most samples of a class share, and duplicates": True,
+    }
+    return [fault for fault, is_so in found.items() if is_so]
+
+
+def _false(selection: Selection) -> str:
+    if selection.false_suspects is None:
+        return "not known; up to 10 % of data without faults can be suspects"
+    return f"about {selection.false_suspects:.1f} are expected, within a factor of about two"
+
+
+def _compared(report: Ranking) -> tuple[list[str], list[list[str]]]:
+    """A row for each score: its suspects, and how far it agrees with the first."""
+    first, rows = report.selection.suspects, []
+    for name, selection in report.selections.items():
+        false = selection.false_suspects
+        rows.append(
+            [
+                name,
+                str(int(selection.suspects.sum())),
+                number(false, 1),
+                str(int((selection.suspects & first).sum())),
+                ", ".join(str(sample.index) for sample in report.top(5, name)),
+            ]
+        )
+    names = ["score", "suspects", "false, expected", "suspects of the first", "highest ranked"]
+    return names, rows
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -166,10 +219,30 @@ def losses_of(report: Ranking) -> list[tuple[str, str]]:
     ]
 
 
+def _rows(
+    report: Ranking, samples: Sequence[SampleScore], describe: Callable[[int], str] | None
+) -> tuple[list[str], list[list[str]]]:
+    """The heading and the rows of a table of samples, with the columns that are known."""
+    losses = losses_of(report)
+    told = {
+        heading: key
+        for heading, key in (("name", "name"), ("given", "given"), ("predicted", "predicted"))
+        if any(getattr(sample, key) for sample in samples)
+    }
+    names = ["rank", "sample", *told, "percentile", "± spread", *(name for name, _ in losses)]
+    rows = []
+    for sample in samples:
+        row = [str(sample.rank), str(sample.index)]
+        row += [getattr(sample, key) or "" for key in told.values()]
+        row += [number(sample.score), number(sample.spread)]
+        row += [number(getattr(sample, key)) for _, key in losses]
+        row.append("yes" if sample.is_suspect else "")
+        rows.append([*row, *([describe(sample.index)] if describe is not None else [])])
+    return [*names, "suspect", *(["what"] if describe is not None else [])], rows
+
+
 def _samples_table(
-    samples: Sequence[SampleScore],
-    losses: Sequence[tuple[str, str]],
-    describe: Callable[[int], str] | None,
+    report: Ranking, samples: Sequence[SampleScore], describe: Callable[[int], str] | None
 ) -> Table:
     table = Table(
         title="Most suspicious samples",
@@ -178,49 +251,42 @@ def _samples_table(
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for name in (
-        "rank",
-        "sample",
-        "percentile",
-        "± spread",
-        *(heading for heading, _ in losses),
-        "suspect",
-    ):
-        table.add_column(name.replace(" ", "\n"), justify="right")
-    if describe is not None:
-        table.add_column("what")
-    for sample in samples:
-        values = (number(getattr(sample, field)) for _, field in losses)
-        what = [] if describe is None else [_Line(describe(sample.index))]
-        row = (
-            str(sample.rank),
-            str(sample.index),
-            number(sample.score),
-            number(sample.spread),
-            *values,
-        )
-        table.add_row(*row, "yes" if sample.is_suspect else "", *what)
+    names, rows = _rows(report, samples, describe)
+    for name in names:
+        if name in TEXTS:
+            table.add_column(name)
+        else:
+            table.add_column(name.replace(" ", "\n"), justify="right")
+    for row in rows:
+        cells = zip(names, row, strict=True)
+        table.add_row(*(_Line(cell) if name in TEXTS else cell for name, cell in cells))
     return table
 
 
-def _subsets_table(subsets: Sequence[SubsetScore]) -> Table:
-    table = Table(title="Subsets", title_justify="left")
-    table.add_column("subset")
-    for name in ("samples", "mean percentile", "± error", "suspects"):
-        table.add_column(name, justify="right")
-    for subset in subsets:
-        share = f"{subset.suspects} ({100 * subset.suspects / subset.samples:.0f} %)"
-        table.add_row(
-            Text(subset.name),
+def _plain_table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, justify="left" if name == names[0] else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+SUBSETS = ("subset", "samples", "mean percentile", "± error", "suspects")
+TEXTS = ("name", "given", "predicted", "what")
+
+
+def _subset_rows(subsets: Sequence[SubsetScore]) -> list[list[str]]:
+    return [
+        [
+            subset.name,
             str(subset.samples),
             f"{subset.score:.1f}",
             number(subset.error, 1),
-            share,
-        )
-    return table
-
-
-# --- Style and explanations of the HTML page ---
+            f"{subset.suspects} ({subset.suspects / subset.samples:.0%})",
+        ]
+        for subset in subsets
+    ]
 
 
 # --- HTML page ---
@@ -236,14 +302,19 @@ def page(
 ) -> str:
     """The page. ``show`` and ``describe`` are called for the ``most`` highest ranked samples."""
     top = report.top(most)
+    missed = "".join(f"<li>{escape(limit)}</li>" for limit in limits(report))
+    subsets = _table(SUBSETS, _subset_rows(report.subsets), text={"subset"})
     parts = [
         f"<h1>{escape(title)}</h1>",
         _facts(report),
         f"<h2>All samples by how far they stand out</h2>{_histogram(report)}",
         *([f"<h2>Most suspicious</h2>{_gallery(top, show, describe)}"] if show is not None else []),
-        f"<h2>The {len(top)} highest ranked</h2>{_samples_page(top, losses_of(report), describe)}",
+        f"<h2>The {len(top)} highest ranked</h2>{_samples_page(report, top, describe)}",
         LEGEND,
-        *([f"<h2>Subsets</h2>{_subsets_page(report)}"] if report.subsets else []),
+        *_further(report, most, show, describe),
+        f"<h2>What these scores do not detect</h2><ul>{missed}</ul>",
+        f"<p>False suspects: {escape(_false(report.selection))}.</p>",
+        *([f"<h2>Subsets</h2>{subsets}"] if report.subsets else []),
         f"<h2>What was read</h2>{_sources(report)}",
         f"<p>Cost: {escape(str(report.cost))}.</p>",
         *([f"<h2>What could not be read</h2>{_skipped(report)}"] if report.skipped else []),
@@ -314,7 +385,7 @@ def _histogram(report: Ranking, width: int = 900, height: int = 190, bins: int =
         for x, anchor, value in ticks
     )
     caption = (
-        "Mean standardised loss, in standard deviations above the mean; suspects in red. Heights"
+        "The first score, in standard deviations above the mean; suspects in red. Heights"
         " are square roots of counts."
     )
     label = "Histogram of the scores of all samples"
@@ -333,7 +404,8 @@ def _gallery(
     figures = []
     for sample in samples:
         data = base64.b64encode(thumbnail(show(sample.index), sample.index)).decode()
-        what = f"<br>{escape(describe(sample.index))}" if describe is not None else ""
+        what = f"<br>{escape(sample.name)}" if sample.name else ""
+        what += f"<br>{escape(describe(sample.index))}" if describe is not None else ""
         kind = ' class="suspect"' if sample.is_suspect else ""
         image = f'<img alt="sample {sample.index}" src="data:image/png;base64,{data}">'
         figures.append(
@@ -344,43 +416,46 @@ def _gallery(
 
 
 def _samples_page(
-    samples: Sequence[SampleScore],
-    losses: Sequence[tuple[str, str]],
-    describe: Callable[[int], str] | None,
+    report: Ranking, samples: Sequence[SampleScore], describe: Callable[[int], str] | None
 ) -> str:
-    names = [
-        "rank",
-        "sample",
-        "percentile",
-        "± spread",
-        *(heading for heading, _ in losses),
-        "suspect",
-    ]
-    rows = []
-    for sample in samples:
-        values = [str(sample.rank), str(sample.index), number(sample.score), number(sample.spread)]
-        values += [number(getattr(sample, field)) for _, field in losses]
-        values.append("yes" if sample.is_suspect else "")
-        rows.append([*values, *([describe(sample.index)] if describe is not None else [])])
-    return _table(
-        [*names, *(["what"] if describe is not None else [])], rows, text={"what"}, hot={"suspect"}
+    names, rows = _rows(report, samples, describe)
+    curves: list[str] | None = None
+    if any(len(sample.curve) > 1 for sample in samples):
+        curves = [_curve(sample.curve) for sample in samples]
+    return _table(names, rows, text=TEXTS, hot={"suspect"}, curves=curves)
+
+
+def _curve(losses: Sequence[float | None], width: int = 90, height: int = 22) -> str:
+    """The losses along the first branch as a line, from 0 to the highest."""
+    known = [(at, loss) for at, loss in enumerate(losses) if loss is not None]
+    highest = max([loss for _, loss in known], default=0.0) or 1.0
+    across = width / max(1, len(losses) - 1)
+    points = " ".join(
+        f"{at * across:.1f},{height - 1 - (height - 2) * max(0.0, loss) / highest:.1f}"
+        for at, loss in known
+    )
+    return (
+        f'<svg class="curve" viewBox="0 0 {width} {height}" role="img" aria-label="losses up to'
+        f' {highest:.3g}"><polyline points="{points}"/></svg>'
     )
 
 
-def _subsets_page(report: Ranking) -> str:
-    rows = [
-        [
-            subset.name,
-            str(subset.samples),
-            f"{subset.score:.1f}",
-            number(subset.error, 1),
-            f"{subset.suspects} ({subset.suspects / subset.samples:.0%})",
-        ]
-        for subset in report.subsets
-    ]
-    return _table(
-        ["subset", "samples", "mean percentile", "± error", "suspects"], rows, text={"subset"}
-    )
+def _further(
+    report: Ranking,
+    most: int,
+    show: Callable[[int], object] | None,
+    describe: Callable[[int], str] | None,
+) -> Iterator[str]:
+    """The comparison of the scores, and the highest ranked by each but the first."""
+    if len(report.scores.columns) < 2:
+        return
+    yield f"<h2>Scores compared</h2>{_table(*_compared(report), text={'score', 'highest ranked'})}"
+    for name in list(report.scores.columns)[1:]:
+        top = report.top(min(most, FURTHER), name)
+        pictures = _gallery(top, show, describe) if show is not None else ""
+        yield (
+            f"<h2>Highest by {escape(name)}</h2>{pictures}{_samples_page(report, top, describe)}"
+        )
 
 
 def _sources(report: Ranking) -> str:
@@ -416,14 +491,20 @@ def _table(
     *,
     text: Collection[str],
     hot: Collection[str] = (),
+    curves: Sequence[str] | None = None,
 ) -> str:
+    """``curves`` are markup of our own, and not escaped, unlike the rest."""
+
     def cells(tag: str, values: Sequence[str]) -> Iterator[str]:
         for name, value in zip(names, values, strict=True):
             kind = ' class="text"' if name in text else ' class="hot"' if name in hot else ""
             yield f"<{tag}{kind}>{escape(value)}</{tag}>"
 
-    head = "".join(cells("th", names))
-    body = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
+    ends = [""] * len(rows) if curves is None else [f"<td>{curve}</td>" for curve in curves]
+    head = "".join(cells("th", names)) + ("" if curves is None else "<th>curve</th>")
+    body = "".join(
+        f"<tr>{''.join(cells('td', row))}{end}</tr>" for row, end in zip(rows, ends, strict=True)
+    )
     return (
         "<div"
         f' class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

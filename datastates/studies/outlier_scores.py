@@ -1,8 +1,7 @@
-"""The score of each sample, from its losses under states of the lineage.
+"""The scores of each sample, from states of the lineage.
 
-In order of use: ``gather`` finds the states, ``measure`` computes the losses, and ``Scores``
-combines them. ``select`` chooses the suspects, and ``score_subsets`` scores subsets. ``trained``
-estimates the training cost in epochs.
+``measure`` reads the samples under the states, ``scores_of`` combines the numbers, and
+``select_all`` selects suspects. ``score_subsets`` scores subsets.
 """
 
 from __future__ import annotations
@@ -11,30 +10,50 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import normalize, one_hot
 
 from datastates import values
-from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable, Unsupported
-from datastates.lineage.states import RefKind, State
+from datastates.errors import Corrupt, InvalidInput, Unavailable
+from datastates.lineage.states import State
 from datastates.repository import Repository
 
-from .plan import Plan
+from .outlier_data import ANOTHER, Batches, Floats, Indexed, Rows, Task
+from .outlier_sources import OutlierCost, Skipped, Source
+from .outlier_suspects import (
+    Selection,
+    by_another_class,
+    by_distance,
+    by_mixture,
+    percentiles,
+    ranked,
+    robust,
+    standardise,
+)
 
-Floats = NDArray[np.float64]
-Rows = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-FORWARD = 1 / 3
-"""The cost of a forward pass, in epochs: a step also goes backward, which costs about twice as
-much as going forward."""
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-LossOf = Callable[[nn.Module, Tensor], Tensor]
-"""A function that takes the model and int64 indices ``[n]`` on the CPU, and returns the loss of
-each sample, ``[n]``."""
+EARLY = 0.4
+"""The share of a branch's states, from the first, that have not memorised wrong samples."""
+
+
+class Score(StrEnum):
+    """A score of each sample; higher is more suspicious. ``held-out`` ones need a study's plan."""
+
+    LOSS = "loss"
+    LAST_LOSS = "last loss"
+    MARGIN = "margin"
+    NORMALIZED_MARGIN = "normalized margin"
+    HELD_OUT_LOSS = "held-out loss"
+    HELD_OUT_MARGIN = "held-out margin"
+    DISTANCE = "distance"
+    NEIGHBOURS = "neighbours"
 
 
 class Tally:
@@ -54,6 +73,22 @@ class Tally:
         found = np.full(len(self._total), np.nan)
         np.divide(self._total, self._times, out=found, where=self._times > 0)
         return found
+
+
+class Majority:
+    """The value that was added most often for each sample, if it has a majority (Boyer and
+    Moore's vote, which keeps one candidate)."""
+
+    def __init__(self, count: int) -> None:
+        self.value = np.full(count, -1, dtype=np.int64)
+        self._lead = np.zeros(count, dtype=np.int64)
+
+    def add(self, rows: Rows, values: Floats) -> None:
+        """Add one whole value for each of ``rows``, which are distinct."""
+        given = values.astype(np.int64)
+        lead = self._lead[rows]
+        self.value[rows] = np.where(lead == 0, given, self.value[rows])
+        self._lead[rows] = np.where(self.value[rows] == given, lead + 1, lead - 1)
 
 
 class Spread:
@@ -88,12 +123,12 @@ class Spread:
 class Scores:
     """One array for each column, one element for each sample. Unknown values are NaN.
 
-    ``score`` decides the ranking: the percentile (0 to 100) of the sample's loss, or the mean of
-    two percentiles if both losses are known. ``strength`` is the mean of the standardised losses.
-    ``lineage`` is the mean loss under states that were, or may have been, trained on the sample.
-    ``held_out`` is the mean loss under variants that held it out. ``spread`` is the standard
-    deviation of the sample's percentile over the ``sources`` (branches, variants) with a loss for
-    it.
+    ``columns`` has the strength of each chosen score, by name; the first decides the ranking.
+    ``score`` is its percentile (0 to 100), and ``strength`` its standardised value. For the loss,
+    both are the mean of two, if both losses are known. ``lineage`` is the mean loss under states
+    that were, or may have been, trained on the sample. ``held_out`` is the mean loss under variants
+    that held it out. ``spread`` is the standard deviation of the percentile of the sample's loss
+    over the ``sources`` (branches, variants) with a loss for it.
     """
 
     score: Floats
@@ -102,15 +137,25 @@ class Scores:
     held_out: Floats
     spread: Floats
     sources: Rows
+    columns: dict[str, Floats]
 
-    def order(self) -> Rows:
-        """Indices, the most suspicious first. Samples without a score come last."""
+    def order(self, by: str | None = None) -> Rows:
+        """Indices, the most suspicious first by one of ``columns``. Samples without a score come
+        last."""
+        if by is not None and by != next(iter(self.columns)):
+            return ranked(self.columns[by])
         keys = [np.nan_to_num(values, nan=-np.inf) for values in (self.strength, self.score)]
         return np.lexsort([-key for key in keys]).astype(np.int64)
 
 
-def put_together(lineage: Floats, held_out: Floats, spread: Spread) -> Scores:
-    """Scores from the mean losses of both kinds, with equal weights.
+def put_together(
+    lineage: Floats,
+    held_out: Floats,
+    spread: Spread,
+    others: Mapping[str, Floats | None] | None = None,
+) -> Scores:
+    """Scores from the mean losses of both kinds, with equal weights, and from ``others`` by name.
+    The place of the loss among them is None.
 
     Ranks are averaged rather than losses. On Fashion-MNIST that was never worse
     (docs/benchmarks.md), and the size of a model's losses on samples that it was not trained on
@@ -118,8 +163,17 @@ def put_together(lineage: Floats, held_out: Floats, spread: Spread) -> Scores:
     """
     score = _mean_of_known(percentiles(lineage), percentiles(held_out))
     strength = _mean_of_known(standardise(lineage), standardise(held_out))
+    columns = {
+        name: strength if values is None else standardise(values)
+        for name, values in (others or {Score.LOSS: None}).items()
+    }
+    first, values = next(iter((others or {Score.LOSS: None}).items()))
+    if values is not None:
+        score, strength = percentiles(values), columns[first]
     score[np.isinf(strength)] = 100.0  # a loss of it is not finite: it comes first
-    return Scores(score, strength, lineage, held_out, spread.deviation(), spread.sources.copy())
+    return Scores(
+        score, strength, lineage, held_out, spread.deviation(), spread.sources.copy(), columns
+    )
 
 
 def _mean_of_known(*parts: Floats) -> Floats:
@@ -130,364 +184,108 @@ def _mean_of_known(*parts: Floats) -> Floats:
     return found
 
 
-def standardise(values: Floats) -> Floats:
-    """The values with mean 0 and standard deviation 1 over those that are finite, once these are
-    ``capped``; all 0 if all are equal."""
-    known = capped(values)
-    if known.size == 0:
-        return values.copy()
-    deviation = float(known.std())
-    found: Floats = (values - known.mean()) / (deviation if deviation > 0 else 1.0)
-    return found
+# --- Numbers under states, restored one after another into one model ---
+
+REFERENCES = 2000
+"""The most samples whose features are kept, and to which distances are measured."""
+
+NEIGHBOURS = 10
+_RARE = 5
+"""A class with fewer references has no center of its own."""
 
 
-def capped(values: Floats) -> Floats:
-    """The finite values, those that are much too high set to a limit, so that a few gross errors do
-    not decide the scale.
+class Features:
+    """Distances to the features of some samples under one state. The references are ``[m, d]``
+    with ``labels`` ``[m]``; features that are not finite get NaN."""
 
-    The limit is 10 standard deviations, of all values but the highest 5 %, above the median.
-    """
-    known: Floats = np.sort(values[np.isfinite(values)])
-    deviation = float(known[: math.ceil(0.95 * known.size) - 1].std()) if known.size > 1 else 0.0
-    return np.minimum(known, np.median(known) + 10 * deviation) if deviation > 0 else known
+    def __init__(self, features: Tensor, rows: Rows, labels: Rows) -> None:
+        kept = features.isfinite().all(dim=1)
+        found, labels = features[kept], labels[kept.numpy()]
+        if not len(found):
+            raise Unavailable("no features are finite under this state")
+        self._rows = torch.from_numpy(rows)[kept]
+        self._mean, self._unit = found.mean(dim=0), found.std(dim=0, correction=0) + 1e-6
+        self._near = normalize((found - self._mean) / self._unit, dim=1)
+        self._fit(found, labels)
+        # the farthest tenth may be what belongs to no class: it must not widen the distribution
+        near = self.distance(found)
+        few = near <= np.quantile(near, 0.9)
+        self._fit(found[torch.from_numpy(few)], labels[few])
 
-
-def percentiles(values: Floats) -> Floats:
-    """The share (0 to 100) of the other values that each value exceeds. Ties count half. NaN stays
-    NaN."""
-    found = np.full(len(values), np.nan)
-    known = np.flatnonzero(~np.isnan(values))
-    if known.size == 1:
-        found[known] = 50.0
-    elif known.size:
-        _, inverse, counts = np.unique(values[known], return_inverse=True, return_counts=True)
-        below = np.cumsum(counts) - counts
-        found[known] = 100.0 * (below + (counts - 1) / 2)[inverse] / (known.size - 1)
-    return found
-
-
-# --- Cost in epochs over the whole data ---
-
-
-@dataclass(frozen=True, slots=True)
-class OutlierCost:
-    """The cost of a report. ``training`` is the epochs that the lineage records, and ``unrecorded``
-    names the branches that record none. ``passes`` counts the forward passes over the whole data
-    that scoring took.
-    """
-
-    training: float
-    passes: float
-    unrecorded: tuple[str, ...] = ()
-
-    @property
-    def total(self) -> float:
-        """The total in epochs; a lower bound if something is unrecorded."""
-        return self.training + FORWARD * self.passes
-
-    def __str__(self) -> str:
-        least = "at least " if self.unrecorded else ""
-        text = (
-            f"{least}{self.total:.1f} epochs: {self.training:.1f} of training, and"
-            f" {self.passes:.1f} forward passes at 1/3 epoch each"
+    def _fit(self, found: Tensor, labels: Rows) -> None:
+        counts = np.bincount(labels)
+        centers, inverse = np.unique(
+            np.where(counts[labels] < _RARE, -1, labels), return_inverse=True
         )
-        return text + (
-            f"; no epochs on record for {', '.join(self.unrecorded)}" if self.unrecorded else ""
-        )
+        groups = one_hot(torch.from_numpy(inverse), len(centers)).double()
+        means = (groups.T @ found) / groups.sum(dim=0)[:, None]
+        rest = found - groups @ means
+        covariance = rest.T @ rest / len(rest)
+        size = len(covariance)
+        width = float(covariance.trace()) / size or 1.0
+        shrunk = 0.9 * covariance + 0.1 * width * torch.eye(size, dtype=torch.float64)
+        self._whiten = torch.linalg.inv(torch.linalg.cholesky(shrunk)).T
+        self._centers = means @ self._whiten
 
+    def distance(self, features: Tensor) -> Floats:
+        """The Mahalanobis distance to the nearest class, whose covariance all classes share (Lee et
+        al. 2018)."""
+        near = torch.cdist(features @ self._whiten, self._centers).amin(dim=1)
+        return near.numpy().astype(np.float64)
 
-def trained(
-    log: Sequence[State],
-    known: dict[str, tuple[str | None, float]],
-    count: int,
-    steps_per_epoch: int | None,
-) -> float | None:
-    """The epochs over the whole data that one branch adds to those in ``known``; None if its own
-    states record none.
-
-    ``log`` is oldest first. ``known`` maps each state that was counted before to its variant and to
-    that variant's epochs at the state. The states of this log are added to it. A state records its
-    epochs as the attribute or metric ``epoch``. In a study they count from the variant's fork.
-    ``samples`` and ``samples_all`` give the part of the data that was an epoch. A state without a
-    record counts its steps over ``steps_per_epoch``.
-    """
-    total, variant, before = 0.0, None, 0.0
-    is_new = is_recorded = False
-    for state in log:
-        if state.uid in known:
-            variant, before = known[state.uid]
-            continue
-        is_new = True
-        epoch, own = _epoch(state, steps_per_epoch), _variant(state)
-        if own != variant:
-            # a variant counts its epochs from its fork
-            variant, before = (
-                own,
-                (before if _recorded(state) is None else 0.0),
-            )
-        if epoch is not None:
-            is_recorded = True
-            total += max(0.0, epoch - before) * _share(state, count)
-            before = max(before, epoch)
-        known[state.uid] = (variant, before)
-    return total if is_recorded or not is_new else None
-
-
-def _variant(state: State) -> str | None:
-    study, variant = state.attributes.get("study"), state.attributes.get("variant")
-    return None if study is None and variant is None else f"{study}/{variant}"
-
-
-def _epoch(state: State, steps_per_epoch: int | None) -> float | None:
-    recorded = _recorded(state)
-    return (
-        recorded
-        if recorded is not None or steps_per_epoch is None
-        else state.step / steps_per_epoch
-    )
-
-
-def _recorded(state: State) -> float | None:
-    for value in (state.attributes.get("epoch"), state.metrics.get("epoch")):
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    return None
-
-
-def _share(state: State, count: int) -> float:
-    samples, of = state.attributes.get("samples"), state.attributes.get("samples_all") or count
-    return samples / of if isinstance(samples, int) and isinstance(of, int) and samples > 0 else 1.0
-
-
-# --- States of branches and of variants that held samples out ---
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One branch: the states to read, oldest first, and the samples that it held out, if known.
-
-    The branch has ``of`` own states. ``gone`` of them have lost their bytes.
-    """
-
-    name: str
-    states: tuple[State, ...]
-    held_out: Rows | None = None
-    of: int = 0
-    gone: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """Something that was not read, and why: a state of a branch, or the whole branch (``uid``
-    None)."""
-
-    branch: str
-    reason: str
-    uid: str | None = None
-    step: int | None = None
+    def neighbours(self, features: Tensor, rows: Rows) -> Floats:
+        """The mean cosine distance to the nearest references other than the sample itself."""
+        alike = normalize((features - self._mean) / self._unit, dim=1) @ self._near.T
+        alike[torch.from_numpy(rows)[:, None] == self._rows] = -1.0
+        most = min(NEIGHBOURS, alike.shape[1])
+        return (1 - alike.topk(most, dim=1).values.mean(dim=1)).numpy().astype(np.float64)
 
 
 @dataclass(slots=True)
-class Gathered:
-    """All sources. ``seen`` holds every state of the branches that were added."""
+class Numbers:
+    """What was measured, as sums only, so that memory does not grow with the number of states.
 
-    count: int
-    states: int
-    steps_per_epoch: int | None = None
-    sources: list[Source] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    unrecorded: list[str] = field(default_factory=list)
-    training: float = 0.0
-    seen: dict[str, tuple[str | None, float]] = field(default_factory=dict)
-
-    def add(self, name: str, log: Sequence[State], held_out: Rows | None = None) -> None:
-        """Add a branch, oldest state first.
-
-        States that it shares with earlier branches count as theirs."""
-        own = [state for state in log if state.uid not in self.seen]
-        begin = max((state.step for state in log if state.uid in self.seen), default=0)
-        epochs = trained(log, self.seen, self.count, self.steps_per_epoch)
-        if epochs is None:
-            self.unrecorded.append(name)
-        self.training += epochs or 0.0
-        own = [state for state in own if state.step > 0]  # nothing is learned before the first step
-        gone = sum(not state.status.is_restorable for state in own)
-        picked = pick(own, self.states, begin)
-        if picked:
-            self.sources.append(Source(name, tuple(picked), held_out, len(own), gone))
-        else:
-            why = (
-                f"none of its {len(own)} states has its bytes any more"
-                if own
-                else "it has no state after step 0 that no other branch has"
-            )
-            self.skipped.append(Skipped(name, why))
-
-    def cost(self, passes: float) -> OutlierCost:
-        """The cost, given that scoring took ``passes`` forward passes over the whole data."""
-        return OutlierCost(self.training, passes, tuple(self.unrecorded))
-
-
-def gather(
-    repo: Repository,
-    branches: Sequence[str],
-    *,
-    study: str | None,
-    plan: Plan | None,
-    count: int,
-    states: int,
-    steps_per_epoch: int | None,
-) -> Gathered:
-    """The named branches (any revision), then the branch that the study's variants forked from,
-    then each finished variant.
-
-    :raises NotFound: there is no such branch or study.
-    :raises InvalidInput: a plan is given without its study, or its subsets do not fit ``count``.
+    ``early`` are the first states of each branch, which have not memorised wrong samples.
+    ``curve`` has the losses under each state of the first branch. ``sources`` are those that were
+    read.
     """
-    found = Gathered(count, states, steps_per_epoch)
-    for branch in branches:
-        found.add(branch, repo.log(branch)[::-1])
-    if plan is not None:
-        if study is None:
-            raise InvalidInput(
-                "a plan comes without its study: pass study=, the name that explore ran it under"
-            )
-        _check_rows(plan, count)
-    if study is not None:
-        _add_study(found, repo, study, plan)
-    return found
-
-
-def pick(states: Sequence[State], most: int, begin: int = 0) -> list[State]:
-    """At most ``most`` of the states that have their bytes, spread evenly over the steps after
-    ``begin``, and including the last one."""
-    there = [state for state in states if state.status.is_restorable]
-    if len(there) <= most:
-        return there
-    last = there[-1].step
-    wanted = [begin + (last - begin) * (at + 1) / most for at in range(most)]
-    steps = np.array([state.step for state in there])
-    taken = {int(np.abs(steps - step).argmin()) for step in wanted}
-    return [there[at] for at in sorted(taken)]
-
-
-def _add_study(found: Gathered, repo: Repository, study: str, plan: Plan | None) -> None:
-    refs = {ref.name: ref.kind for ref in repo.refs()}
-    names = (
-        [variant.name for variant in plan.variants]
-        if plan is not None
-        else _members(repo, refs, study)
-    )
-    if f"start/{study}" in refs:
-        log = repo.log(f"start/{study}")[::-1]
-        if any(state.uid not in found.seen and state.step > 0 for state in log):
-            found.add(f"start/{study}", log)
-    elif not any(f"{study}/{name}" in refs for name in names):
-        known = sorted({name.partition("/")[2] for name in refs if name.startswith("start/")})
-        raise NotFound(f"there is no study {study!r}: there are {', '.join(known) or 'none'}")
-    for name in names:
-        branch, done = f"{study}/{name}", f"done/{study}/{name}"
-        if done in refs:
-            found.add(
-                branch,
-                repo.log(done)[::-1],
-                _held_out(plan, name, found.count) if plan is not None else None,
-            )
-        else:
-            found.skipped.append(
-                Skipped(branch, "not finished" if branch in refs else "never begun")
-            )
-
-
-def _members(repo: Repository, refs: Mapping[str, RefKind], study: str) -> list[str]:
-    """The study's variants, finished ones with parents before children, because a child's log
-    begins with its parent's."""
-    names = [
-        name.removeprefix(f"{study}/")
-        for name, kind in refs.items()
-        if kind is RefKind.BRANCH and name.startswith(f"{study}/")
-    ]
-    depths = {
-        name: repo.state(done).generation
-        for name in names
-        if (done := f"done/{study}/{name}") in refs
-    }
-    return sorted(names, key=lambda name: (depths.get(name, 0), name))
-
-
-def _held_out(plan: Plan, name: str, count: int) -> Rows | None:
-    """The samples on which neither the variant nor an ancestor was trained, ascending. None if
-    there are none, or the plan does not define them."""
-    path = plan.path(name)
-    if any(variant.train is None for variant in path):
-        return None
-    trained_on = plan.rows([subset for variant in path for subset in variant.train or ()])
-    rows = np.setdiff1d(np.arange(count, dtype=np.int64), np.array(trained_on, dtype=np.int64))
-    return rows if rows.size else None
-
-
-def _check_rows(plan: Plan, count: int) -> None:
-    for name, rows in plan.subsets.items():
-        if rows and not (min(rows) >= 0 and max(rows) < count):
-            wrong = min(rows) if min(rows) < 0 else max(rows)
-            raise InvalidInput(
-                f"subset {name!r} of the plan has sample {wrong}, but count is {count}: pass the"
-                " count of all samples"
-            )
-
-
-# --- Losses under states, restored one after another into one model ---
-
-
-@dataclass(slots=True)
-class Losses:
-    """The measured losses, as sums only, so that memory does not grow with the number of states.
-
-    ``sources`` are those that were read."""
 
     count: int
-    lineage: Tally = field(init=False)
-    held_out: Tally = field(init=False)
+    lineage: dict[str, Tally] = field(default_factory=dict)
+    early: dict[str, Tally] = field(default_factory=dict)
+    held_out: dict[str, Tally] = field(default_factory=dict)
+    distances: dict[str, Floats] = field(default_factory=dict)
     spread: Spread = field(init=False)
+    predicted: Majority = field(init=False)
+    curve: list[NDArray[np.float32]] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     passes: float = 0.0
 
     def __post_init__(self) -> None:
-        self.lineage, self.held_out, self.spread = (
-            Tally(self.count),
-            Tally(self.count),
-            Spread(self.count),
-        )
+        self.spread, self.predicted = Spread(self.count), Majority(self.count)
+
+    def mean(self, kind: str, name: str) -> Floats:
+        """The means of ``lineage``, ``early`` or ``held_out``; NaN where nothing was read."""
+        tallies: dict[str, Tally] = getattr(self, kind)
+        return tallies[name].mean() if name in tallies else np.full(self.count, np.nan)
 
 
 class Meter:
-    """Measures losses under states.
-
-    ``name`` is the name under which the model was tracked; ``batch`` samples go through it at a
-    time."""
+    """Reads samples under states. ``name`` is the name under which the model was tracked.
+    ``distances`` is False if no features are needed."""
 
     def __init__(
         self,
         repo: Repository,
         model: nn.Module,
-        loss: LossOf,
+        samples: Indexed | Batches,
         *,
         name: str = "model",
-        batch: int = 1024,
+        distances: bool = False,
     ) -> None:
-        if batch < 1:
-            raise InvalidInput(
-                f"batch is {batch}: it counts the samples that go through the model at a time,"
-                " from 1"
-            )
-        self._repo, self._model, self._loss, self._name, self._batch = (
-            repo,
-            model,
-            loss,
-            name,
-            batch,
-        )
+        self._repo, self._model, self._name = repo, model, name
+        self.samples, self.distances = samples, distances
 
     def restore(self, state: State) -> None:
         """Restore the state into the model.
@@ -498,57 +296,79 @@ class Meter:
         """
         self._repo.restore(state.uid, objects={self._name: self._model}, only=self._name)
 
-    def losses(self, rows: Rows) -> Floats:
-        """One loss for each sample, in evaluation mode and without gradients.
+    def read(self, rows: Rows, features: Features | None = None) -> dict[str, Floats]:
+        """The numbers of the samples, in evaluation mode and without gradients.
 
-        :raises InvalidInput: the loss is not one number for each sample.
+        :raises InvalidInput: the samples cannot be read, or the model does not fit them.
         """
-        indices = torch.from_numpy(rows)
+        found: list[dict[str, Floats]] = []
         with _evaluating(self._model):
-            return np.concatenate([self._part(part) for part in indices.split(self._batch)])
+            for part in self.samples.parts(self._model, rows):
+                numbers = part.numbers
+                if features is not None:
+                    numbers[Score.DISTANCE] = features.distance(part.features)
+                    numbers[Score.NEIGHBOURS] = features.neighbours(part.features, part.rows)
+                found.append(numbers)
+        return {key: np.concatenate([each[key] for each in found]) for key in found[0]}
 
-    def _part(self, indices: Tensor) -> Floats:
-        # what the user's function actually returned
-        found: object = self._loss(self._model, indices)
-        if not isinstance(found, Tensor) or tuple(found.shape) != (len(indices),):
-            what = (
-                f"a tensor of shape {tuple(found.shape)}"
-                if isinstance(found, Tensor)
-                else f"a {type(found).__name__}"
-            )
-            raise InvalidInput(
-                f"loss(model, indices) gave {what} for {len(indices)} indices: give one loss a"
-                " sample, with reduction='none'"
-            )
-        plain: Floats = found.detach().to("cpu", torch.float64).numpy()
-        return plain
+    def features(self) -> tuple[Features, float]:
+        """Features of evenly spaced samples, and what share of a pass they took."""
+        count, targets = self.samples.count, self.samples.targets
+        rows = np.unique(np.linspace(0, count - 1, min(REFERENCES, count)).astype(np.int64))
+        with _evaluating(self._model):
+            found = [part.features for part in self.samples.parts(self._model, rows)]
+        labels = np.zeros(len(rows), dtype=np.int64)
+        if self.samples.task is Task.CLASSIFICATION and targets is not None:
+            labels = targets[rows].astype(np.int64)
+        return Features(torch.cat(found), rows, labels), len(rows) / count
 
 
 def measure(
-    meter: Meter, sources: Sequence[Source], count: int, on_progress: Callable[[int, int], None]
-) -> Losses:
-    """The losses of every source.
+    meter: Meter, sources: Sequence[Source], on_progress: Callable[[int, int], None]
+) -> Numbers:
+    """The numbers of every source.
 
     A state is skipped if it cannot be restored, or if most of its losses are not finite. Any other
     loss that is not finite counts as infinite.
 
     :raises Unavailable: not one state could be read.
     """
-    found, done, total = Losses(count), 0, sum(len(source.states) for source in sources)
+    count = meter.samples.count
+    found, done, total = Numbers(count), 0, sum(len(source.states) for source in sources)
+    first = next((source for source in sources if source.held_out is None), None)
     for source in sources:
         rows = np.arange(count, dtype=np.int64) if source.held_out is None else source.held_out
-        tally, read = Tally(count), []
-        for state in source.states:
-            losses = _read(meter, source, state, rows, found)
-            if losses is not None:
-                (found.lineage if source.held_out is None else found.held_out).add(rows, losses)
-                tally.add(rows, losses)
-                read.append(state)
+        is_held, tally = source.held_out is not None, Tally(count)
+        read, last = list[State](), np.empty(0)
+        ends = (source.states[0], source.states[-1]) if source is first and meter.distances else ()
+        for place, state in enumerate(source.states):
+            numbers = _read(meter, source, state, rows, found, state in ends)
             done += 1
             on_progress(done, total)
+            if numbers is None:
+                continue
+            is_early = is_held or place < max(1, round(EARLY * len(source.states)))
+            predicted = numbers.pop("predicted", None)
+            for name, column in numbers.items():
+                kinds = [found.held_out if is_held else found.lineage]
+                for tallies in [*kinds, *([found.early] if is_early and not is_held else [])]:
+                    tallies.setdefault(name, Tally(count)).add(rows, column)
+            if is_early and predicted is not None:
+                found.predicted.add(rows, predicted)
+            if source is first:
+                found.curve.append(numbers["loss"].astype(np.float32))
+            tally.add(rows, numbers["loss"])
+            last = numbers["loss"]
+            read.append(state)
         if read:
+            if not is_held:
+                found.lineage.setdefault(Score.LAST_LOSS, Tally(count)).add(rows, last)
             found.spread.add(tally.mean())
             found.sources.append(replace(source, states=tuple(read)))
+    if meter.samples.task is Task.UNKNOWN_INPUTS:  # it has no losses
+        for kept in (found.lineage, found.early, found.held_out, found.curve):
+            kept.clear()
+        found.spread = Spread(count)
     if not found.sources:
         raise Unavailable(
             f"none of {total} states could be read:"
@@ -557,26 +377,34 @@ def measure(
     return found
 
 
-def _read(meter: Meter, source: Source, state: State, rows: Rows, found: Losses) -> Floats | None:
+def _read(
+    meter: Meter, source: Source, state: State, rows: Rows, found: Numbers, measures_distance: bool
+) -> dict[str, Floats] | None:
     try:
         meter.restore(state)
     except (Corrupt, InvalidInput, Unavailable) as exc:
         found.skipped.append(Skipped(source.name, str(exc), state.uid, state.step))
         return None
-    losses = meter.losses(rows)
+    features = None
+    if measures_distance:
+        features, passes = meter.features()
+        found.passes += passes
+    numbers = meter.read(rows, features)
     found.passes += len(rows) / found.count
-    wrong = ~np.isfinite(losses)
+    wrong = ~np.isfinite(numbers["loss"])
     if 2 * wrong.sum() > len(rows):
-        found.skipped.append(
-            Skipped(
-                source.name,
-                f"{wrong.sum()} of its {len(rows)} losses are not finite",
-                state.uid,
-                state.step,
-            )
-        )
+        reason = f"{wrong.sum()} of its {len(rows)} losses are not finite"
+        found.skipped.append(Skipped(source.name, reason, state.uid, state.step))
         return None
-    return np.where(wrong, np.inf, losses)
+    for name in (Score.DISTANCE, Score.NEIGHBOURS):
+        if name in numbers:
+            log = np.log(np.maximum(numbers.pop(name), 1e-12))
+            found.distances[name] = found.distances.get(name, 0.0) + robust(log)
+    unknown = {"predicted": -1.0}
+    return {
+        name: column if ANOTHER in name else np.where(wrong, unknown.get(name, np.inf), column)
+        for name, column in numbers.items()
+    }
 
 
 @contextmanager
@@ -593,76 +421,101 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-# --- Suspects: the samples with the highest scores ---
+# --- The scores of a report ---
+
+DEFAULTS: dict[Task | None, tuple[Score, ...]] = {
+    Task.CLASSIFICATION: (
+        Score.MARGIN,
+        Score.NORMALIZED_MARGIN,
+        Score.LOSS,
+        Score.HELD_OUT_LOSS,
+        Score.HELD_OUT_MARGIN,
+        Score.DISTANCE,
+        Score.NEIGHBOURS,
+    ),
+    Task.REGRESSION: (Score.LOSS, Score.LAST_LOSS, Score.HELD_OUT_LOSS, Score.DISTANCE),
+    Task.UNKNOWN_INPUTS: (Score.DISTANCE, Score.NEIGHBOURS),
+    None: (Score.LOSS,),
+}
+"""The scores by default, chosen by ``benchmarks/outliers.py``. Held-out ones are left out without a
+study."""
+
+_NUMBER: dict[str, str] = {
+    Score.HELD_OUT_LOSS: Score.LOSS,
+    Score.HELD_OUT_MARGIN: Score.NORMALIZED_MARGIN,
+    Score.LAST_LOSS: Score.LOSS,
+}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Selection:
-    """The suspects: ``suspects`` is True for the ``noise_rate`` highest scores.
-    ``is_estimated``: the rate was estimated, not given."""
+def choose(
+    scores: Sequence[str] | None, task: Task | None, sources: Sequence[Source]
+) -> list[Score]:
+    """The scores that were asked for, or the defaults that these sources have.
 
-    noise_rate: float
-    is_estimated: bool
-    suspects: Flags
-
-
-def check_rate(value: object, what: str = "noise_rate") -> float:
-    """A noise rate, taken as an argument.
-
-    :raises InvalidInput: it is not from 0 to 1.
+    :raises InvalidInput: a score cannot be computed from this task and these sources.
     """
-    rate = values.number(value, what)
-    if not 0 <= rate <= 1:
-        raise InvalidInput(
-            f"{what} is {rate:g}: it is a share of the samples, from 0 to 1, or None to estimate it"
-        )
-    return rate
+    has_held_out = any(source.held_out is not None for source in sources)
+    has_lineage = any(source.held_out is None for source in sources)
+
+    def missing(score: Score) -> str | None:
+        if "margin" in score and task is not Task.CLASSIFICATION:
+            return "data= whose targets are classes"
+        if "loss" in score and task is Task.UNKNOWN_INPUTS:
+            return "data= with targets, or loss="
+        if score.startswith("held-out") and not has_held_out:
+            return "study= and plan=, whose variants hold samples out"
+        if score in (Score.LAST_LOSS, Score.DISTANCE, Score.NEIGHBOURS) and not has_lineage:
+            return "branches, whose states are read for all samples"
+        return None
+
+    if scores is None:
+        scores = [score for score in DEFAULTS[task] if missing(score) is None]
+    found = [values.choice(score, Score, "a score") for score in scores]
+    for score in found or DEFAULTS[task]:
+        if (why := missing(score)) is not None:
+            raise InvalidInput(f"the score {score.value!r} needs {why}")
+    return list(dict.fromkeys(found or DEFAULTS[task]))
 
 
-def select(scores: Scores, noise_rate: float | None = None) -> Selection:
-    """The suspects at a noise rate, by default at the estimated one.
+def scores_of(numbers: Numbers, chosen: Sequence[Score]) -> Scores:
+    """The chosen scores. Those of the lineage come from variants that held samples out if there is
+    no lineage."""
+    kind = "lineage" if numbers.lineage else "held_out"
+    columns: dict[str, Floats | None] = {}
+    for score in chosen:
+        if score is Score.LOSS:
+            columns[score] = None
+        elif score in (Score.DISTANCE, Score.NEIGHBOURS):
+            columns[score] = numbers.distances.get(score, np.full(numbers.count, np.nan))
+        elif score.startswith("held-out"):
+            columns[score] = numbers.mean("held_out", _NUMBER[score])
+        else:
+            columns[score] = numbers.mean(kind, score)
+    return put_together(
+        numbers.mean("lineage", "loss"), numbers.mean("held_out", "loss"), numbers.spread, columns
+    )
 
-    :raises InvalidInput: the rate is not from 0 to 1.
-    :raises Unsupported: the rate has to be estimated, and scikit-learn is not installed.
-    """
-    if noise_rate is not None:
-        check_rate(noise_rate)
-    known = ~np.isnan(scores.score)
-    rate = estimate(scores.strength[known]) if noise_rate is None else noise_rate
-    chosen = np.zeros(len(known), dtype=np.bool_)
-    chosen[scores.order()[: min(round(rate * int(known.sum())), int(known.sum()))]] = True
-    return Selection(rate, noise_rate is None, chosen)
 
-
-def estimate(strength: Floats) -> float:
-    """The share of samples that a mixture of two normal distributions assigns to the higher one,
-    and of those that are not finite.
-
-    The values are ``capped`` first: otherwise one gross error would be the higher group alone.
-
-    Both distributions have one variance. With separate variances the higher one also takes samples
-    that are merely hard (Fashion-MNIST with 10 % of labels flipped: 30 % instead of 10 %). The
-    mixture finds two groups even where there is one: clean data gives a few per cent. The estimate
-    is never more than half, because what most samples are is not an outlier.
-    """
-    finite = capped(strength)
-    wrong = strength.size - finite.size
-    if finite.size < 10 or math.isclose(float(np.ptp(finite)), 0.0):
-        return min(0.5, wrong / max(1, strength.size))
-    try:
-        # takes a second to import, and is only needed here
-        from sklearn.mixture import (
-            GaussianMixture,
-        )
-    except ImportError as exc:
-        raise Unsupported(
-            "the noise rate is estimated with scikit-learn: pip install 'datastates[workflows]', or"
-            " pass noise_rate="
-        ) from exc
-    column = finite.reshape(-1, 1)
-    mixture = GaussianMixture(2, covariance_type="tied", n_init=2, random_state=0).fit(column)
-    high = int(mixture.means_[:, 0].argmax())
-    return min(0.5, (wrong + float(mixture.predict_proba(column)[:, high].sum())) / strength.size)
+def select_all(
+    numbers: Numbers, scores: Scores, task: Task | None, noise_rate: float | None
+) -> dict[str, Selection]:
+    """The suspects by each score. ``noise_rate`` is the share of wrong targets, if it is known."""
+    found = {}
+    for name, column in scores.columns.items():
+        order = scores.order(name)
+        is_held = name.startswith("held-out") or not numbers.early
+        kind, number = "held_out" if is_held else "early", _NUMBER.get(Score(name), name)
+        if name in (Score.DISTANCE, Score.NEIGHBOURS):
+            found[name] = by_distance(robust(column))
+        elif task is Task.CLASSIFICATION:
+            given, another = numbers.mean(kind, number), numbers.mean(kind, number + ANOTHER)
+            found[name] = by_another_class(given, another, noise_rate, order)
+        else:
+            # the root of a squared error: its two groups are closer to normal distributions
+            error = column - np.nanmin(column) if task is Task.REGRESSION else column
+            strength = standardise(np.sqrt(error)) if task is Task.REGRESSION else column
+            found[name] = by_mixture(strength, noise_rate, order)
+    return found
 
 
 # --- Scores of subsets ---
@@ -730,8 +583,11 @@ def score_subsets(
 
 @dataclass(frozen=True, slots=True)
 class SampleScore:
-    """One sample; ``rank`` 1 is the most suspicious. None means not known. The other fields are
-    as in ``Scores``."""
+    """One sample; ``rank`` 1 is the most suspicious. None means not known.
+
+    ``predicted`` is the class that most early states, or variants that held the sample out,
+    predict. ``curve`` is the loss under each state of the first branch. ``scores`` and the other
+    fields are as in ``Scores``."""
 
     index: int
     rank: int
@@ -742,13 +598,46 @@ class SampleScore:
     spread: float | None
     sources: int
     is_suspect: bool
+    name: str = ""
+    given: str | None = None
+    predicted: str | None = None
+    scores: dict[str, float | None] = field(default_factory=dict)
+    curve: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Described:
+    """What is known of each sample besides its scores. ``curve`` has the losses ``[n]`` under each
+    state of the first branch."""
+
+    names: Sequence[str] | Callable[[int], str] | None = None
+    classes: Sequence[str] | None = None
+    targets: Floats | None = None
+    predicted: Rows | None = None
+    curve: Sequence[NDArray[np.float32]] = ()
+
+    def name(self, index: int) -> str:
+        names = self.names
+        return "" if names is None else str(names(index) if callable(names) else names[index])
+
+    def class_of(self, values: Floats | Rows | None, index: int) -> str | None:
+        """A class by name, or a value of a regression; None if it is not known."""
+        if values is None or values.ndim > 1:
+            return None
+        value = values[index].item()
+        if isinstance(value, int) and value < 0:  # no prediction
+            return None
+        is_named = self.classes is not None and 0 <= value < len(self.classes)
+        return str(self.classes[int(value)]) if self.classes and is_named else f"{value:g}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Ranking:
     """All samples, ranked.
 
-    ``sources`` are the branches that were read, ``skipped`` those that could not be."""
+    ``sources`` are the branches that were read, ``skipped`` those that could not be.
+    ``selections`` has the suspects by each score; ``selection`` those by the first.
+    """
 
     scores: Scores
     selection: Selection
@@ -756,14 +645,22 @@ class Ranking:
     sources: tuple[Source, ...]
     skipped: tuple[Skipped, ...]
     cost: OutlierCost
+    selections: dict[str, Selection] = field(default_factory=dict)
+    described: Described = field(default_factory=Described)
 
     def __len__(self) -> int:
         return len(self.scores.score)
 
-    def samples(self) -> Iterator[SampleScore]:
-        """Every sample, the most suspicious first."""
-        scores, suspects = self.scores, self.selection.suspects
-        for rank, index in enumerate(scores.order().tolist(), 1):
+    def samples(self, by: str | None = None) -> Iterator[SampleScore]:
+        """Every sample, the most suspicious first, by one of the scores that were chosen.
+
+        :raises InvalidInput: the report does not have this score.
+        """
+        scores, told = self.scores, self.described
+        if by is not None and by not in scores.columns:
+            raise InvalidInput(f"the report has no {by!r}: it has {', '.join(scores.columns)}")
+        suspects = self.selections.get(by or "", self.selection).suspects
+        for rank, index in enumerate(scores.order(by).tolist(), 1):
             yield SampleScore(
                 index=index,
                 rank=rank,
@@ -774,16 +671,21 @@ class Ranking:
                 spread=known(scores.spread[index]),
                 sources=int(scores.sources[index]),
                 is_suspect=bool(suspects[index]),
+                name=told.name(index),
+                given=told.class_of(told.targets, index),
+                predicted=told.class_of(told.predicted, index),
+                scores={name: known(column[index]) for name, column in scores.columns.items()},
+                curve=tuple(known(float(losses[index])) for losses in told.curve),
             )
 
-    def suspects(self) -> list[SampleScore]:
-        """The samples that the noise rate selects, the most suspicious first."""
-        count = int(self.selection.suspects.sum())
-        return [sample for sample, _ in zip(self.samples(), range(count), strict=False)]
+    def suspects(self, by: str | None = None) -> list[SampleScore]:
+        """The samples that were selected by a score, the most suspicious first."""
+        found = self.selections.get(by or "", self.selection)
+        return self.top(int(found.suspects.sum()), by)
 
-    def top(self, most: int) -> list[SampleScore]:
+    def top(self, most: int, by: str | None = None) -> list[SampleScore]:
         """The ``most`` highest ranked samples, suspects or not."""
-        return [sample for sample, _ in zip(self.samples(), range(most), strict=False)]
+        return [sample for sample, _ in zip(self.samples(by), range(most), strict=False)]
 
 
 def known(value: Any) -> Any:

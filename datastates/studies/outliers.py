@@ -8,10 +8,10 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torch import nn  # noqa: TC002 - values.checked reads the annotations
 
@@ -24,27 +24,30 @@ from datastates.repository import Repository
 from datastates.thumbnails import image_of
 
 from . import plan as arguments
+from .outlier_data import Batches, Indexed, LossOf, Task
 from .outlier_scores import (
-    LossOf,
+    Described,
     Meter,
     Ranking,
     SampleScore,
-    Source,
-    check_rate,
+    Score,
     check_subsets,
-    gather,
+    choose,
     known,
     measure,
-    put_together,
     score_subsets,
-    select,
+    scores_of,
+    select_all,
 )
-from .plan import Plan
+from .outlier_sources import Source, gather
+from .outlier_suspects import check_rate
+from .plan import MOST_SAMPLES, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 FORMAT = "datastates-outliers/1"
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
 MOST_KEPT = 2000
 """The most samples of a report that are kept in a lineage."""
 
@@ -62,15 +65,19 @@ class OutlierReport(Ranking):
         )
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """Write CSV, one line for each sample, by rank; values that are not known are empty."""
+        """Write CSV, one line for each sample, by rank; values that are not known are empty.
+
+        A text that a spreadsheet would run as a formula begins with an apostrophe."""
+        plain = [field.name for field in fields(SampleScore)[:-2]]
+        along = (source.states for source in self.sources if source.held_out is None)
+        states = next(along, ()) if self.described.curve else ()
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            names = [field.name for field in fields(SampleScore)]
-            writer.writerow(names)
-            writer.writerows(
-                ["" if (value := getattr(sample, name)) is None else value for name in names]
-                for sample in self.samples()
-            )
+            writer.writerow([*plain, *self.scores.columns, *(f"loss {s.step}" for s in states)])
+            for sample in self.samples():
+                row = [getattr(sample, name) for name in plain]
+                row += [*sample.scores.values(), *sample.curve]
+                writer.writerow(["" if value is None else _cell(value) for value in row])
         return Path(path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,6 +87,14 @@ class OutlierReport(Ranking):
             "count": len(self),
             "noise_rate": self.selection.noise_rate,
             "is_noise_rate_estimated": self.selection.is_estimated,
+            "scores": {
+                name: {
+                    "suspects": int(selection.suspects.sum()),
+                    "noise_rate": selection.noise_rate,
+                    "false_suspects": selection.false_suspects,
+                }
+                for name, selection in self.selections.items()
+            },
             "cost_epochs": {
                 **asdict(self.cost),
                 "unrecorded": list(self.cost.unrecorded),
@@ -91,7 +106,9 @@ class OutlierReport(Ranking):
                 {key: known(value) for key, value in asdict(subset).items()}
                 for subset in self.subsets
             ],
-            "samples": [asdict(sample) for sample in self.samples()],
+            "samples": [
+                asdict(sample) | {"curve": list(sample.curve)} for sample in self.samples()
+            ],
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
@@ -206,10 +223,16 @@ class OutlierReport(Ranking):
         yield from tables(self)
 
 
+def _cell(value: object) -> object:
+    is_formula = isinstance(value, str) and value.lstrip(" ").startswith(_FORMULAS)
+    return f"'{value}" if is_formula else value
+
+
 def _kept(
     sample: SampleScore, show: Callable[[int], object] | None, describe: Callable[[int], str] | None
 ) -> attachments.NewSample:
-    facts = {key: value for key, value in asdict(sample).items() if key not in ("rank", "index")}
+    kept = ("score", "strength", "lineage_loss", "held_out_loss", "spread", "sources", "is_suspect")
+    facts: dict[str, Any] = {key: getattr(sample, key) for key in kept}
     facts["description"] = (
         None
         if describe is None
@@ -245,35 +268,43 @@ def outliers(
     branches: Annotated[Revision | Sequence[Revision], values.revisions] = (),
     *,
     model: nn.Module,
-    loss: LossOf,
-    count: arguments.Samples,
+    loss: LossOf | None = None,
+    count: Annotated[int, arguments.samples] | None = None,
+    data: Iterable[Any] | None = None,
+    task: Literal["classification", "regression", "unknown inputs"] | None = None,
+    scores: Sequence[str] | None = None,
+    names: Sequence[str] | Callable[[int], str] | None = None,
+    classes: Sequence[str] | None = None,
     study: str | None = None,
     plan: Plan | None = None,
     subsets: Annotated[Mapping[str, Sequence[int]], arguments.check_subsets] | None = None,
-    states: arguments.Positive = 8,
+    states: arguments.Positive = 12,
     noise_rate: Annotated[float, check_rate] | None = None,
     name: str = "model",
     batch: arguments.Samples = 1024,
     steps_per_epoch: arguments.Positive | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> OutlierReport:
-    """Score ``count`` samples by their losses under states that the lineage already holds, and rank
-    them.
+    """Score samples under states that the lineage already holds, and rank them.
 
-    A sample that has a *lineage* score (from ``branches``) and a *held-out* score (from ``study``
-    and ``plan``) is scored by the mean of both percentiles. More branches (other seeds) make the
-    score better, and their disagreement is its ``spread``.
+    The first score decides the ranking. By default the scores are fixed for each task:
 
-        def losses_of(model, indices):
-            return (model(inputs[indices]) - targets[indices]).square().flatten()
+    - classification: ``margin`` (area under the margin, Pleiss et al. 2020), ``normalized margin``,
+      ``loss``, ``distance`` and ``neighbours``. A study adds ``held-out loss`` and
+      ``held-out margin``.
+    - regression: ``loss``, ``last loss`` and ``distance``. A study adds ``held-out loss``.
+    - unknown inputs: ``distance`` (Mahalanobis) and ``neighbours`` (cosine, 10 neighbours), in the
+      features of the first and the last state of the first branch.
+    - with ``loss=``: ``loss``.
 
+    With a study, ``loss`` is the mean of two percentiles: along the lineage and held out. More
+    branches (other seeds) make scores better, and their disagreement is the ``spread``.
 
         report = outliers(
             repo,
             "main",
             model=model,
-            loss=losses_of,
-            count=len(inputs),
+            data=[(inputs, targets)],
             noise_rate=0.1,
             steps_per_epoch=4,
         )
@@ -283,56 +314,88 @@ def outliers(
     study's repository, every epoch can be read.
 
     :param repo: where the states are.
-    :param branches: any revisions. The mean loss along at most ``states`` of each one's own states,
-        spread evenly, counts.
+    :param branches: any revisions. At most ``states`` of each one's own states, spread evenly, are
+        read.
     :param model: the model into which the states are restored, one after another. It ends with the
         weights of the last.
-    :param loss: ``loss(model, indices)`` returns one loss for each sample, ``[n]``. It is called in
-        evaluation mode, without gradients.
-    :param count: how many samples there are.
+    :param loss: instead of ``data``: ``loss(model, indices)`` returns one loss for each sample,
+        ``[n]``. It is called in evaluation mode, without gradients.
+    :param count: with ``loss``, how many samples there are.
+    :param data: a loader without shuffle, or a list, of batches ``(inputs, targets)``. It is read
+        once at the start, and once or twice for each state. ``model(inputs)`` returns outputs
+        ``[n, classes]``, ``[n]`` or ``[n, k]``, or an object that has them as ``logits``.
+    :param task: by default classification for whole targets, one-hot rows and texts, and regression
+        (with squared errors) for other numbers.
+    :param scores: which scores to compute and compare; the first decides the ranking.
+    :param names: the name of each sample, or a function of its index.
+    :param classes: the names of the classes, in the order of the model's outputs.
     :param study: adds the finished variants of ``explore``.
     :param plan: the study's plan. Each variant scores the samples on which neither it nor an
         ancestor of it was trained, and the states that they forked from count as a branch.
     :param subsets: subsets that are scored too, by default the plan's subsets.
     :param states: the most states of a branch that are read.
-    :param noise_rate: the share of suspects. By default, scikit-learn estimates it.
+    :param noise_rate: the share of suspects. By default it is estimated; for losses without classes
+        scikit-learn does that.
     :param name: the name under which the model was tracked.
     :param batch: how many indices ``loss`` gets at a time.
     :param steps_per_epoch: needed for the cost of training if the states do not record an
         ``epoch``.
     :param on_progress: called with how many states are done, and how many there are.
     :raises NotFound: there is no such branch or study.
-    :raises InvalidInput: an argument does not fit, or the loss is not one number for each sample.
+    :raises InvalidInput: an argument does not fit, the data cannot be used or changed between two
+        passes, or the loss is not one number for each sample.
     :raises Unavailable: not one state could be read.
-    :raises Unsupported: ``noise_rate`` is None, and scikit-learn, which estimates it, is not
-        installed.
+    :raises Unsupported: ``noise_rate`` is None, and scikit-learn is needed and not installed.
     """
-    names = values.revisions(branches)
-    check_subsets(subsets or {}, count)
-    if not names and study is None:
+    revisions = values.revisions(branches)
+    if not revisions and study is None:
         raise InvalidInput(
             "outliers was given neither branches nor a study: name at least one of them"
         )
+    if (data is None) is (loss is None) or (loss is None) is not (count is None):
+        raise InvalidInput(
+            "outliers needs data=, batches of (inputs, targets), or both loss= and count="
+        )
+    check_subsets(subsets or {}, count or 0 if data is None else MOST_SAMPLES)
+    samples: Indexed | Batches
+    if loss is not None and count is not None:
+        samples = Indexed(loss, count, batch)
+    elif data is not None:
+        samples = Batches(data, None if task is None else Task(task), classes)
+    if isinstance(names, Sequence) and len(names) != samples.count:
+        raise InvalidInput(f"there are {len(names)} names for {samples.count} samples")
     found = gather(
         repo,
-        names,
+        revisions,
         study=study,
         plan=plan,
-        count=count,
+        count=samples.count,
         states=states,
         steps_per_epoch=steps_per_epoch,
     )
-    meter = Meter(repo, model, loss, name=name, batch=batch)
-    losses = measure(meter, found.sources, count, on_progress or (lambda done, total: None))
-    scores = put_together(losses.lineage.mean(), losses.held_out.mean(), losses.spread)
-    selection = select(scores, noise_rate)
+    chosen = choose(scores, samples.task, found.sources)
+    has_distance = not {Score.DISTANCE, Score.NEIGHBOURS}.isdisjoint(chosen)
+    meter = Meter(repo, model, samples, name=name, distances=has_distance)
+    numbers = measure(meter, found.sources, on_progress or (lambda done, total: None))
+    columns = scores_of(numbers, chosen)
+    selections = select_all(numbers, columns, samples.task, noise_rate)
+    selection = selections[chosen[0]]
     if subsets is None:
         subsets = plan.subsets if plan is not None else {}
+    is_class = samples.task is Task.CLASSIFICATION
     return OutlierReport(
-        scores=scores,
+        scores=columns,
         selection=selection,
-        subsets=score_subsets(scores, selection, subsets),
-        sources=tuple(losses.sources),
-        skipped=(*found.skipped, *losses.skipped),
-        cost=found.cost(losses.passes),
+        subsets=score_subsets(columns, selection, subsets),
+        sources=tuple(numbers.sources),
+        skipped=(*found.skipped, *numbers.skipped),
+        cost=found.cost(numbers.passes),
+        selections=selections,
+        described=Described(
+            names,
+            classes,
+            None if samples.task is Task.UNKNOWN_INPUTS else samples.targets,
+            numbers.predicted.value if is_class else None,
+            numbers.curve,
+        ),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from datastates.lineage.states import State, Status
-from datastates.studies.outlier_scores import OutlierCost, trained
+from datastates.studies.outlier_sources import OutlierCost, trained
 
 
 def state(

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,15 +21,9 @@ from rich.console import Console
 from datastates.errors import InvalidInput, Unsupported
 from datastates.studies import OutlierReport
 from datastates.studies.outlier_report import number, tables
-from datastates.studies.outlier_scores import (
-    OutlierCost,
-    Skipped,
-    Source,
-    Spread,
-    SubsetScore,
-    put_together,
-    select,
-)
+from datastates.studies.outlier_scores import Described, Spread, SubsetScore, put_together
+from datastates.studies.outlier_sources import OutlierCost, Skipped, Source
+from datastates.studies.outlier_suspects import by_distance, by_mixture
 
 from .test_outlier_cost import state
 
@@ -52,8 +47,9 @@ def report() -> OutlierReport:
     )
     subsets = (SubsetScore(EVIL, 2, 66.7, NAN, 1), SubsetScore("[bold]", 1, 0.0, 1.5, 0))
     skipped = (Skipped("other", EVIL, "f" * 24, 7), Skipped("s/w", "never begun"))
+    selection = by_mixture(scores.strength, 0.25, scores.order())
     return OutlierReport(
-        scores, select(scores, 0.25), subsets, sources, skipped, OutlierCost(20.0, 2.4, ("s/v",))
+        scores, selection, subsets, sources, skipped, OutlierCost(20.0, 2.4, ("s/v",))
     )
 
 
@@ -176,6 +172,81 @@ def test_page_reads_back_whole_escaped_and_without_anything_from_elsewhere(
     )
 
 
+FORMULA = "=cmd|' /C calc'!A0"
+NAMES = (FORMULA, 'a,"b"\nc', EVIL, " +1", "plain")
+
+
+@pytest.fixture
+def named(report: OutlierReport) -> OutlierReport:
+    """The same samples with names, classes and losses along a lineage."""
+    columns = {"margin": report.scores.strength, "distance": np.array([9.0, 0, 1, 2, NAN])}
+    selections = {
+        "margin": report.selection,
+        "distance": by_distance(np.array([9.0, 0, 0.1, -0.1, NAN])),
+    }
+    told = Described(
+        NAMES,
+        (EVIL, "@class"),
+        np.array([0.0, 1.0, 1.0, 0.0, 0.0]),
+        np.array([1, 0, 1, 0, -1]),
+        [np.array([1, 2, 3, np.inf, 1], dtype=np.float32), np.ones(5, dtype=np.float32)],
+    )
+    scores = replace(report.scores, columns=columns)
+    return replace(report, scores=scores, selections=selections, described=told)
+
+
+def test_csv_has_names_and_no_text_that_a_spreadsheet_runs(
+    named: OutlierReport, tmp_path: Path
+) -> None:
+    with named.to_csv(tmp_path / "r.csv").open(newline="") as file:
+        rows = {int(row["index"]): row for row in csv.DictReader(file)}
+
+    assert rows[0]["name"] == "'" + FORMULA
+    assert rows[1]["name"] == NAMES[1]
+    assert rows[3]["name"] == "' +1"
+    assert (rows[1]["given"], rows[1]["predicted"]) == ("'@class", EVIL)
+    assert (rows[4]["predicted"], rows[4]["distance"]) == ("", "")
+    assert [rows[at]["loss 10"] for at in (0, 3)] == ["1.0", ""]
+    assert float(rows[2]["strength"]) < 0, "numbers stay numbers"
+
+
+def test_page_shows_names_classes_and_curves_by_each_score_and_escapes_them(
+    named: OutlierReport, tmp_path: Path
+) -> None:
+    text = named.to_html(tmp_path / "r.html", show=lambda index: np.ones((2, 2))).read_text()
+    page = Page(text)
+
+    assert page.open == []
+    assert "script" not in page.tags
+    assert "<script" not in text
+    assert page.tags.count("polyline") == 2 * 5, "a curve for each sample by each score"
+    assert "Highest by distance" in page.text
+    rows = [row for row in page.rows if row and row[0].isdigit()]
+    assert rows[0][:5] == ["1", "1", NAMES[1], "@class", EVIL]
+    assert [row[1] for row in rows if row[0] == "1"] == ["1", "0"], "each score has its own order"
+    assert ["distance", "1", "-", "0", "0, 3, 2, 1, 4"] in page.rows
+
+
+def test_report_tells_what_its_scores_miss_and_how_many_suspects_are_false(
+    report: OutlierReport, named: OutlierReport
+) -> None:
+    assert "not detected: most labels of one similar class" in shown(report)
+    assert "not detected: inputs far from all others" in shown(report)
+    assert "false suspects: not known" in shown(report)
+    assert "not detected: inputs far from all others" not in shown(named)
+    wrong = replace(named, scores=replace(named.scores, columns={"distance": np.zeros(5)}))
+    assert "not detected: wrong targets" in shown(wrong)
+    told = replace(named, selection=replace(named.selection, false_suspects=0.25))
+    assert "false suspects: about 0.2 are expected" in shown(told)
+
+
+def test_samples_by_another_score_are_asked_for_by_its_name(named: OutlierReport) -> None:
+    assert [sample.index for sample in named.suspects("distance")] == [0]
+    assert named.top(1, "distance")[0].scores["distance"] == 9.0
+    with pytest.raises(InvalidInput, match="no 'loss': it has margin, distance"):
+        named.top(1, "loss")
+
+
 def test_bars_of_the_page_hold_every_sample_that_is_known(
     report: OutlierReport, tmp_path: Path
 ) -> None:
@@ -258,8 +329,8 @@ def test_missing_packages_are_named(
         report.to_picture(tmp_path / "r.png", lambda index: torch.zeros(2, 2))
     scores = put_together(np.arange(20.0), np.full(20, NAN), Spread(20))
     with pytest.raises(Unsupported, match="pass noise_rate="):
-        select(scores)
-    assert select(scores, 0.1).suspects.sum() == 2
+        by_mixture(scores.strength, None, scores.order())
+    assert by_mixture(scores.strength, 0.1, scores.order()).suspects.sum() == 2
     assert math.isclose(
         Page(report.to_html(tmp_path / "r.html").read_text()).text.count("alert"), 2
     )

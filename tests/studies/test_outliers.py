@@ -28,7 +28,8 @@ from datastates.studies import (
     kfold,
     outliers,
 )
-from datastates.studies.outlier_scores import Floats, LossOf, percentiles
+from datastates.studies.outlier_data import Floats, LossOf
+from datastates.studies.outlier_suspects import percentiles
 
 from . import planted
 from .planted import COUNT, EPOCHS, FLIPPED, LATER, WARM, build, digits, loss, make, plan, thirds

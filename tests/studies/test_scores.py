@@ -8,14 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.errors import InvalidInput
-from datastates.studies.outlier_scores import (
-    Scores,
-    Spread,
-    Tally,
+from datastates.studies.outlier_data import Floats
+from datastates.studies.outlier_scores import Majority, Scores, Spread, Tally, put_together
+from datastates.studies.outlier_suspects import (
+    Selection,
+    by_another_class,
+    by_distance,
+    by_mixture,
+    check_rate,
     estimate,
     percentiles,
-    put_together,
-    select,
+    ranked,
     standardise,
 )
 
@@ -119,7 +122,12 @@ def bare(strength: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Scores:
         nothing,
         nothing,
         np.zeros(len(strength), dtype=np.int64),
+        {"loss": strength},
     )
+
+
+def select(scores: Scores, rate: float | None = None) -> Selection:
+    return by_mixture(scores.strength, rate, scores.order())
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3])
@@ -153,7 +161,7 @@ def test_given_rate_takes_that_share_of_what_is_known() -> None:
     assert select(scores, 1.0).suspects.tolist() == [True, False, True, True, True]
     assert not select(scores, 0.0).suspects.any()
     with pytest.raises(InvalidInput, match="from 0 to 1"):
-        select(scores, -0.1)
+        check_rate(-0.1)
 
 
 @pytest.mark.parametrize("gross", [[], [1e3], [1e6], [1e12, 1e9, 1e6], [np.inf], [np.inf, 1e9]])
@@ -177,3 +185,56 @@ def test_a_few_gross_errors_do_not_decide_how_far_the_others_stand_out() -> None
     found = standardise(losses)
     assert found[3:].std() > 0.3
     assert (found[:3] > found[3:].max()).all()
+
+
+def test_majority_is_what_most_values_are() -> None:
+    majority = Majority(3)
+    for values in ([1.0, 2.0], [1.0, 3.0], [4.0, 3.0], [1.0, 3.0]):
+        majority.add(np.array([0, 2]), np.array(values))
+
+    assert majority.value.tolist() == [1, -1, 3]
+
+
+def classified(wrong: int, hard: float) -> tuple[Floats, Floats]:
+    """Margins of 1000 samples under the given class and under another. ``wrong`` have the margin
+    of another class, and some others are hard."""
+    random = np.random.default_rng(0)
+    given, another = random.normal(-5, 1, 1000), random.normal(5, 1, 1000)
+    given[:wrong] = random.normal(5, 1, wrong)
+    given[wrong:] += random.exponential(hard, 1000 - wrong)
+    return given, another
+
+
+@pytest.mark.parametrize("wrong", [50, 100, 300])
+def test_share_of_wrong_classes_is_that_of_samples_that_look_like_another_class(wrong: int) -> None:
+    given, another = classified(wrong, hard=0.5)
+    selection = by_another_class(given, another, None, ranked(given))
+
+    assert selection.noise_rate == pytest.approx(wrong / 1000, rel=0.1, abs=0.005)
+    assert selection.suspects[:wrong].mean() > 0.8
+    assert selection.false_suspects is not None
+    assert selection.false_suspects < 0.4 * selection.suspects.sum()
+
+
+def test_clean_classes_give_few_suspects_or_none() -> None:
+    given, another = classified(0, hard=2.0)
+    assert 0 < by_another_class(given, another, None, ranked(given)).suspects.sum() < 20
+    given, another = classified(0, hard=0.1)
+    assert not by_another_class(given, another, None, ranked(given)).suspects.any()
+
+
+def test_more_suspects_than_wrong_classes_are_told_to_be_false() -> None:
+    given, another = classified(100, hard=0.5)
+    selection = by_another_class(given, another, 0.3, ranked(given))
+
+    assert selection.suspects.sum() == 300
+    assert selection.false_suspects == pytest.approx(200, rel=0.2)
+
+
+def test_distances_far_from_all_others_are_suspects_and_normal_ones_are_not() -> None:
+    values = np.random.default_rng(0).normal(size=2000)
+    assert not by_distance(values).suspects.any()
+    values[:20], values[20], values[21] = 8, np.inf, NAN
+    found = by_distance(values)
+    assert np.flatnonzero(found.suspects).tolist() == list(range(21))
+    assert found.false_suspects is None
