@@ -17,6 +17,7 @@ from fashion import CLOTHES, load
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import datastates
 from datastates import Config, Repository
@@ -70,10 +71,9 @@ def main(folder: str, samples: int, epochs: int, seeds: int) -> None:
             repo,
             branches,
             model=build(images[0].numel(), 0)[0],
-            loss=lambda model, rows: F.cross_entropy(
-                model(images[rows]), labels[rows], reduction="none"
-            ),
-            count=len(images),
+            data=DataLoader(TensorDataset(images, labels), batch_size=1024),
+            names=lambda index: f"picture {index}",
+            classes=names,
             subsets={
                 name: torch.nonzero(labels == each).flatten().tolist()
                 for each, name in enumerate(names)

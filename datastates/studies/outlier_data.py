@@ -136,7 +136,7 @@ class Batches:
             at = np.flatnonzero(wanted[place])
             if at.size:
                 with _watching(model) as seen:
-                    taken = _move(_take(inputs, torch.from_numpy(at)), device)
+                    taken = _part(inputs, torch.from_numpy(at), device)
                     found = model(**taken) if isinstance(taken, Mapping) else model(taken)
                 outputs: object = getattr(found, "logits", found)
                 if not isinstance(outputs, Tensor) or outputs.shape[:1] != at.shape:
@@ -237,17 +237,13 @@ def _length(inputs: Any) -> int:
     return len(next(iter(inputs.values()))) if isinstance(inputs, Mapping) else len(inputs)
 
 
-def _take(inputs: Any, at: Tensor) -> Any:
-    """Some samples of a batch. A list has one element for each sample."""
+def _part(inputs: Any, at: Tensor, device: torch.device) -> Any:
+    """Some samples of a batch, on the model's device. A list has one element for each sample."""
     if isinstance(inputs, Mapping):
-        return {name: _take(each, at) for name, each in inputs.items()}
-    return inputs[at] if isinstance(inputs, Tensor) else [inputs[place] for place in at.tolist()]
-
-
-def _move(inputs: Any, device: torch.device) -> Any:
-    if isinstance(inputs, Mapping):
-        return {name: _move(each, device) for name, each in inputs.items()}
-    return inputs.to(device) if isinstance(inputs, Tensor) else inputs
+        return {name: _part(each, at, device) for name, each in inputs.items()}
+    if isinstance(inputs, Tensor):
+        return inputs[at.to(inputs.device)].to(device)
+    return [inputs[place] for place in at.tolist()]
 
 
 def _sums(inputs: Any) -> Floats:
@@ -255,7 +251,7 @@ def _sums(inputs: Any) -> Floats:
     if isinstance(inputs, Mapping):
         inputs = next(iter(inputs.values()))
     if not isinstance(inputs, Tensor):
-        return np.array([float(hash(str(each))) for each in inputs])
+        return np.zeros(len(inputs))
     return _plain(inputs.double().reshape(len(inputs), -1).sum(dim=1))
 
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EARLY = 0.4
-"""The share of a branch's states, from the first, that have not memorised wrong samples."""
+"""The share of a branch's states, from the second, that have learned most samples and have not
+memorised wrong ones."""
 
 
 class Score(StrEnum):
@@ -245,7 +246,7 @@ class Features:
 class Numbers:
     """What was measured, as sums only, so that memory does not grow with the number of states.
 
-    ``early`` are the first states of each branch, which have not memorised wrong samples.
+    ``early`` are the states of each branch that have not memorised wrong samples.
     ``curve`` has the losses under each state of the first branch. ``sources`` are those that were
     read.
     """
@@ -347,7 +348,8 @@ def measure(
             on_progress(done, total)
             if numbers is None:
                 continue
-            is_early = is_held or place < max(1, round(EARLY * len(source.states)))
+            early = place - min(1, len(source.states) - 1)
+            is_early = is_held or 0 <= early < max(1, round(EARLY * len(source.states)))
             predicted = numbers.pop("predicted", None)
             for name, column in numbers.items():
                 kinds = [found.held_out if is_held else found.lineage]

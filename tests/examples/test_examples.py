@@ -68,8 +68,8 @@ def test_find_outliers_finds_labels_that_were_made_wrong_and_is_not_trained_twic
 
     assert first.startswith("800 pictures of ")
     assert found is not None
-    assert int(found[1]) / int(found[2]) > 0.7
-    assert int(found[1]) > 32
+    assert int(found[1]) / int(found[2]) > 0.6
+    assert int(found[1]) > 56
     assert first == again, "the same states"
     assert all(
         (tmp_path / "found" / f"outliers.{suffix}").stat().st_size > 1000
