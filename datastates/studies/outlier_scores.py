@@ -76,22 +76,6 @@ class Tally:
         return found
 
 
-class Majority:
-    """The value that was added most often for each sample, if it has a majority (Boyer and
-    Moore's vote, which keeps one candidate)."""
-
-    def __init__(self, count: int) -> None:
-        self.value = np.full(count, -1, dtype=np.int64)
-        self._lead = np.zeros(count, dtype=np.int64)
-
-    def add(self, rows: Rows, values: Floats) -> None:
-        """Add one whole value for each of ``rows``, which are distinct."""
-        given = values.astype(np.int64)
-        lead = self._lead[rows]
-        self.value[rows] = np.where(lead == 0, given, self.value[rows])
-        self._lead[rows] = np.where(self.value[rows] == given, lead + 1, lead - 1)
-
-
 class Spread:
     """How far the sources (branches, seeds, variants) disagree about where each sample ranks."""
 
@@ -158,9 +142,8 @@ def put_together(
     """Scores from the mean losses of both kinds, with equal weights, and from ``others`` by name.
     The place of the loss among them is None.
 
-    Ranks are averaged rather than losses. On Fashion-MNIST that was never worse
-    (docs/benchmarks.md), and the size of a model's losses on samples that it was not trained on
-    does not matter.
+    Ranks are averaged rather than losses, because the size of a model's losses on samples that it
+    was not trained on does not matter.
     """
     score = _mean_of_known(percentiles(lineage), percentiles(held_out))
     strength = _mean_of_known(standardise(lineage), standardise(held_out))
@@ -247,8 +230,9 @@ class Numbers:
     """What was measured, as sums only, so that memory does not grow with the number of states.
 
     ``early`` are the states of each branch that have not memorised wrong samples.
-    ``curve`` has the losses under each state of the first branch. ``sources`` are those that were
-    read.
+    ``predicted`` is the class under the last of these, or under a variant that held the sample out;
+    -1 if there is none. ``curve`` has the losses under each state of the first branch. ``sources``
+    are those that were read.
     """
 
     count: int
@@ -257,14 +241,14 @@ class Numbers:
     held_out: dict[str, Tally] = field(default_factory=dict)
     distances: dict[str, Floats] = field(default_factory=dict)
     spread: Spread = field(init=False)
-    predicted: Majority = field(init=False)
+    predicted: Rows = field(init=False)
     curve: list[NDArray[np.float32]] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     passes: float = 0.0
 
     def __post_init__(self) -> None:
-        self.spread, self.predicted = Spread(self.count), Majority(self.count)
+        self.spread, self.predicted = Spread(self.count), np.full(self.count, -1)
 
     def mean(self, kind: str, name: str) -> Floats:
         """The means of ``lineage``, ``early`` or ``held_out``; NaN where nothing was read."""
@@ -356,7 +340,7 @@ def measure(
                 for tallies in [*kinds, *([found.early] if is_early and not is_held else [])]:
                     tallies.setdefault(name, Tally(count)).add(rows, column)
             if is_early and predicted is not None:
-                found.predicted.add(rows, predicted)
+                found.predicted[rows] = predicted.astype(np.int64)
             if source is first:
                 found.curve.append(numbers["loss"].astype(np.float32))
             tally.add(rows, numbers["loss"])
@@ -587,8 +571,8 @@ def score_subsets(
 class SampleScore:
     """One sample; ``rank`` 1 is the most suspicious. None means not known.
 
-    ``predicted`` is the class that most early states, or variants that held the sample out,
-    predict. ``curve`` is the loss under each state of the first branch. ``scores`` and the other
+    ``predicted`` is the class under a variant that held the sample out, or else under an early
+    state. ``curve`` is the loss under each state of the first branch. ``scores`` and the other
     fields are as in ``Scores``."""
 
     index: int

@@ -395,7 +395,7 @@ def outliers(
             names,
             classes,
             None if samples.task is Task.UNKNOWN_INPUTS else samples.targets,
-            numbers.predicted.value if is_class else None,
+            numbers.predicted if is_class else None,
             numbers.curve,
         ),
     )

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.errors import InvalidInput
 from datastates.studies.outlier_data import Floats
-from datastates.studies.outlier_scores import Majority, Scores, Spread, Tally, put_together
+from datastates.studies.outlier_scores import (
+    Features,
+    Scores,
+    Spread,
+    Tally,
+    put_together,
+)
 from datastates.studies.outlier_suspects import (
     Selection,
     by_another_class,
@@ -187,14 +194,6 @@ def test_a_few_gross_errors_do_not_decide_how_far_the_others_stand_out() -> None
     assert (found[:3] > found[3:].max()).all()
 
 
-def test_majority_is_what_most_values_are() -> None:
-    majority = Majority(3)
-    for values in ([1.0, 2.0], [1.0, 3.0], [4.0, 3.0], [1.0, 3.0]):
-        majority.add(np.array([0, 2]), np.array(values))
-
-    assert majority.value.tolist() == [1, -1, 3]
-
-
 def classified(wrong: int, hard: float) -> tuple[Floats, Floats]:
     """Margins of 1000 samples under the given class and under another. ``wrong`` have the margin
     of another class, and some others are hard."""
@@ -214,6 +213,43 @@ def test_share_of_wrong_classes_is_that_of_samples_that_look_like_another_class(
     assert selection.suspects[:wrong].mean() > 0.8
     assert selection.false_suspects is not None
     assert selection.false_suspects < 0.4 * selection.suspects.sum()
+
+
+def test_share_is_measured_above_the_lower_quartile_of_another_class() -> None:
+    given = np.concatenate([np.full(90, -5.0), np.full(10, 30.0)])
+    selection = by_another_class(given, np.arange(100.0), None, ranked(given))
+
+    assert selection.noise_rate == pytest.approx(0.1 / 0.75)
+
+
+def test_distance_is_that_of_mahalanobis_without_the_farthest_tenth() -> None:
+    random = np.random.default_rng(0)
+    plain = random.normal(size=(200, 3)) * [1, 2, 5]
+    plain[:15] += 40
+    rows, labels = np.arange(200), np.zeros(200, dtype=np.int64)
+    features = Features(torch.from_numpy(plain), rows, labels)
+
+    kept = plain[15:]
+    expected = np.einsum(
+        "nd,de,ne->n", c := plain - kept.mean(axis=0), np.linalg.inv(np.cov(kept.T)), c
+    )
+    found = features.distance(torch.from_numpy(plain))
+    assert np.corrcoef(found[15:] ** 2, expected[15:])[0, 1] > 0.9
+    assert found[:15].min() > 2 * found[15:].max()
+
+
+def test_neighbours_are_others_by_the_angle_of_standardised_features() -> None:
+    plain = np.random.default_rng(0).normal(size=(60, 4))
+    rows = np.arange(60)
+    features = Features(torch.from_numpy(plain), rows, np.zeros(60, dtype=np.int64))
+
+    scaled = (plain - plain.mean(axis=0)) / plain.std(axis=0)
+    scaled /= np.linalg.norm(scaled, axis=1, keepdims=True)
+    alike = scaled @ scaled.T
+    np.fill_diagonal(alike, -1)
+    expected = 1 - np.sort(alike)[:, -10:].mean(axis=1)
+    found = features.neighbours(torch.from_numpy(plain), rows)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 def test_clean_classes_give_few_suspects_or_none() -> None:
