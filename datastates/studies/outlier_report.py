@@ -166,7 +166,7 @@ def limits(report: Ranking) -> list[str]:
 def _false(selection: Selection) -> str:
     if selection.false_suspects is None:
         return "not known; up to 10 % of data without faults can be suspects"
-    return f"about {selection.false_suspects:.1f} are expected, within a factor of about two"
+    return f"about {selection.false_suspects:.1f} are expected, within a factor of about three"
 
 
 def _compared(report: Ranking) -> tuple[list[str], list[list[str]]]:
