@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { complete, nextSort, orderOf, wordsOf, withOrder, withoutOrder, type Vocabulary } from "./query";
+import { complete, fieldsOf, nextSort, orderOf, wordsOf, withOrder, withoutOrder, type Vocabulary } from "./query";
 
 const known: Vocabulary = {
   metrics: [{ key: "loss", hint: "0 … 1" }, { key: "val loss", hint: "" }, { key: "val/acc", hint: "" }],
@@ -78,8 +78,43 @@ describe("completion", () => {
     for (const query of ["step > 5 ", "branch = main ", "ancestor_of(main) "]) expect(offered(query)).toEqual(["and ", "or ", "order by ", "limit "]);
   });
 
+  it("offers the classes of numbers after a metric, a setting or a bare name, and nowhere else", () => {
+    for (const field of ["metrics.loss", "config.lr", "attr.epoch", "loss", "lr", "unheard"]) expect(offered(`${field} `)).toContain("is ");
+    for (const field of ["step", "created", "message", "branch"]) expect(offered(`${field} `)).not.toContain("is ");
+    expect(offered("metrics.loss is ")).toEqual(["nan ", "inf ", "finite ", "not "]);
+    expect(offered("metrics.loss is not ")).toEqual(["nan ", "inf ", "finite "]);
+    for (const query of ["metrics.loss is nan ", "loss is not finite "]) expect(offered(query)).toEqual(["and ", "or ", "order by ", "limit "]);
+    expect(offered("metrics.loss is nan and los")).toContain("metrics.loss");
+  });
+
+  it("offers to a bare name the operators of what it names", () => {
+    expect(offered("loss ")).not.toContain("~ ");
+    for (const name of ["lr", "epoch"]) expect(offered(`${name} `)).toContain("~ ");
+  });
+
+  it("offers values within a list, and fields after exists", () => {
+    expect(offered("status in (")).toEqual(["durable", "lost"]);
+    expect(offered("status in (durable, ")).toEqual(["durable", "lost"]);
+    expect(offered("status in (durable ")).toEqual([", ", ") "]);
+    expect(offered("status in (durable) ")).toContain("and ");
+    expect(offered("exists ")).toContain("metrics.loss");
+    expect(offered("loss exists ")).toContain("and ");
+  });
+
   it("offers fields and directions within an order", () => {
     expect(offered("order by ")).toContain("metrics.loss");
     expect(offered("order by step ")).toEqual(["desc", "asc", "limit "]);
+  });
+});
+
+describe("fields", () => {
+  it("are in full what bare names are: a metric, else a setting, else an attribute", () => {
+    const both = { ...known, config: ["lr", "loss"], attributes: ["epoch", "lr"] };
+    expect(fieldsOf("loss < 2 and lr = 0.1 or epoch exists order by step", both)).toEqual(["metrics.loss", "config.lr", "attr.epoch", "step"]);
+    expect(fieldsOf('metrics."val loss" is nan or config."loss" = 1', both)).toEqual(["metrics.val loss", "config.loss"]);
+  });
+
+  it("are neither values nor keywords", () => {
+    expect(fieldsOf("branch = loss and status in (lr, epoch) and ancestor_of(loss) and step is not nan order by unheard desc limit 3", known)).toEqual(["branch", "status", "step", "unheard"]);
   });
 });

@@ -92,6 +92,12 @@ const RELATIONS: readonly Option[] = [
   { text: "ancestor_of(", hint: "of a revision" },
   { text: "descendant_of(", hint: "of a revision" },
   { text: "not ", hint: "the opposite" },
+  { text: "exists ", hint: "has it at all" },
+];
+const CLASSES: readonly Option[] = [
+  { text: "nan ", hint: "not a number" },
+  { text: "inf ", hint: "infinite" },
+  { text: "finite ", hint: "neither" },
 ];
 const AFTER: readonly Option[] = [
   { text: "and ", hint: "both" }, { text: "or ", hint: "either" }, { text: "order by ", hint: "sort" }, { text: "limit ", hint: "at most" },
@@ -118,23 +124,58 @@ function matches(option: string, typed: string): boolean {
 function optionsAfter(words: readonly Word[], known: Vocabulary): Option[] {
   const last = words.at(-1);
   const previous = words.at(-2);
+  const listing = listingOf(words);
   if (isWord(last, "by") || (last?.kind === "comma" && isOrdering(words))) return fields(known);
   if (isWord(last, "order")) return [{ text: "by ", hint: "" }];
   if (isWord(last, "limit")) return [10, 50, 100].map((count) => ({ text: String(count), hint: "states" }));
+  if (isWord(last, "is") && previous !== undefined) return [...CLASSES, { text: "not ", hint: "a number of another class" }];
+  if (isWord(last, "not") && isWord(previous, "is")) return CLASSES.slice();
   if (last === undefined || isWord(last, "and", "or", "not")) return [...fields(known), ...RELATIONS];
-  if (last.kind === "open") return isWord(previous, "ancestor_of", "descendant_of") ? names(known) : isWord(previous, "in") ? [] : [...fields(known), ...RELATIONS];
+  if (isWord(last, "exists") && !isFieldAt(words, words.length - 2)) return fields(known);
+  if (listing) return last.kind === "open" || last.kind === "comma" ? values(listing, known) : [{ text: ", ", hint: "one more" }, { text: ") ", hint: "" }];
+  if (last.kind === "open") return isWord(previous, "ancestor_of", "descendant_of") ? names(known) : [...fields(known), ...RELATIONS];
   if (last.kind === "operator") return values(previous, known);
-  if (isField(last) && !isValue(words)) return isOrdering(words) ? directions() : operators(last);
+  if (isFieldAt(words, words.length - 1)) return isOrdering(words) ? directions() : operators(last, known);
   return AFTER.slice();
 }
 
-/** A name after an operator is a value, not a field. */
-const isValue = (words: readonly Word[]) => words.at(-2)?.kind === "operator" || (words.at(-2)?.kind === "open" && isWord(words.at(-3), "ancestor_of", "descendant_of"));
+/** The field whose list of values, `in (…`, is not closed. */
+function listingOf(words: readonly Word[]): Word | undefined {
+  const at = words.findLastIndex((word) => word.kind === "open" || word.kind === "close");
+  return words[at]?.kind === "open" && isWord(words[at - 1], "in") ? words[at - 2] : undefined;
+}
+
+const KEYWORDS = ["and", "or", "not", "is", "in", "exists", "order", "by", "asc", "desc", "limit", "ancestor_of", "descendant_of"];
+
+/** Whether a word is a field: a name that is neither a keyword nor a value. */
+function isFieldAt(words: readonly Word[], at: number): boolean {
+  const [word, before] = [words[at], words[at - 1]];
+  if (word?.kind !== "name" || isWord(word, ...KEYWORDS) || before?.kind === "operator") return false;
+  if (isWord(before, "is") || (isWord(before, "not") && isWord(words[at - 2], "is"))) return false;
+  return !(before?.kind === "open" && isWord(words[at - 2], "ancestor_of", "descendant_of")) && listingOf(words.slice(0, at)) === undefined;
+}
 
 const isOrdering = (words: readonly Word[]) => words.some((word, index) => isWord(word, "order") && isWord(words[index + 1], "by"));
-const isField = (word: Word) => word.kind === "name" && !isWord(word, "and", "or", "not", "asc", "desc", "exists", "true", "false", "inf", "now");
 const directions = (): Option[] => [{ text: "desc", hint: "highest first" }, { text: "asc", hint: "lowest first" }, { text: "limit ", hint: "at most" }];
 const names = (known: Vocabulary): Option[] => known.refs.map((name) => ({ text: name, hint: "" }));
+
+/** The fields of a query in its order, each once. A bare name is written in full: a metric, else a setting, else an attribute. */
+export function fieldsOf(query: string, known: Keys): string[] {
+  const words = wordsOf(query);
+  return [...new Set(words.filter((_, index) => isFieldAt(words, index)).map((word) => fullName(word.text, known)))];
+}
+
+/** The names of a repository, by which bare names are looked up. */
+export type Keys = { [kind in "metrics" | "config" | "attributes"]?: readonly (string | { key: string })[] };
+
+/** A field without its quotes, and with what a bare name leaves out; a name that nothing has stays as it is. */
+function fullName(text: string, known: Keys): string {
+  const name = text.replace(/"((?:[^"\\]|\\.)*)"?|'((?:[^'\\]|\\.)*)'?/gs, (_, double?: string, single?: string) => (double ?? single ?? "").replace(/\\(.)/gs, "$1"));
+  if (FIELDS.some((field) => field.text === name) || /^(metrics|config|attr)\./.test(name)) return name;
+  const has = (keys: Keys[keyof Keys]) => keys?.some((key) => (typeof key === "string" ? key : key.key) === name);
+  const prefix = has(known.metrics) ? "metrics." : has(known.config) ? "config." : has(known.attributes) ? "attr." : "";
+  return prefix + name;
+}
 
 function fields(known: Vocabulary): Option[] {
   const keyed = (prefix: string, key: string, hint: string): Option => ({ text: `${prefix}.${quoteKey(key)}`, hint });
@@ -146,13 +187,15 @@ function fields(known: Vocabulary): Option[] {
   ];
 }
 
-function operators(field: Word): Option[] {
+function operators(field: Word, known: Vocabulary): Option[] {
   const exists = { text: "exists ", hint: "has it at all" };
   const of = (texts: readonly string[]) => texts.map((text) => ({ text: `${text} `, hint: "" }));
-  if (field.text === "branch" || field.text === "tag") return [...of(["=", "!=", "~", "in ("])];
-  if (field.text === "status" || field.text === "uid") return of(["=", "!=", "in ("]);
-  const isText = field.text === "message" || ["run.", "attr.", "config."].some((prefix) => field.text.startsWith(prefix));
-  return [...of(isText ? [...OPERATORS, "~", "in ("] : [...OPERATORS, "in ("]), exists];
+  const name = fullName(field.text, known);
+  if (name === "branch" || name === "tag") return [...of(["=", "!=", "~", "in ("]), exists];
+  if (name === "status" || name === "uid") return of(["=", "!=", "in ("]);
+  const isFixed = FIELDS.some((one) => one.text === name);
+  const isText = isFixed ? name === "message" || name.startsWith("run.") : !name.startsWith("metrics.");
+  return [...of(isText ? [...OPERATORS, "~", "in ("] : [...OPERATORS, "in ("]), ...(isFixed ? [] : [{ text: "is ", hint: "nan, inf or finite" }]), exists];
 }
 
 function values(field: Word | undefined, known: Vocabulary): Option[] {
@@ -165,8 +208,7 @@ function values(field: Word | undefined, known: Vocabulary): Option[] {
     case "created":
       return ["now-1h", "now-1d", "now-1w"].map((text) => ({ text, hint: "" }));
   }
-  const metric = known.metrics.find((one) => field?.text === `metrics.${quoteKey(one.key)}`);
-  return metric ? [{ text: "", hint: metric.hint }].filter((one) => one.text) : [];
+  return [];
 }
 
 /** A key as the grammar requires it: quoted if it is not plain. */

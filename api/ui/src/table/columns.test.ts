@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import type { State, Stats } from "../lib/types";
-import { allColumns, columnOf, defaultColumns, fieldsOf, textOf, titleOf } from "./columns";
+import { allColumns, columnOf, defaultColumns, textOf, titleOf } from "./columns";
 
 const metric = (key: string, count: number) => ({ key, count, least: 0, most: 1 });
 const stats = { metrics: [metric("rare", 1), metric("loss", 9), metric("a.b", 5), metric("lr", 9)], attributes: ["epoch"] } as unknown as Stats;
@@ -15,8 +15,8 @@ describe("columns", () => {
 
   it("are first what the filter and the order speak of", () => {
     const query = 'metrics.rare > 2 and attr.epoch = 3 order by metrics."a b" desc';
-    expect(fieldsOf(query)).toEqual(["metrics.rare", "attr.epoch", "metrics.a b"]);
-    expect(defaultColumns(stats, false, "metrics.rare > 2")).toEqual(["refs", "step", "metrics.rare", "metrics.loss", "metrics.lr", "status", "age", "message"]);
+    expect(defaultColumns(stats, false, query)).toEqual(["refs", "step", "metrics.rare", "attr.epoch", "metrics.a b", "status", "age", "message"]);
+    for (const rare of ["metrics.rare > 2", "rare is nan"]) expect(defaultColumns(stats, false, rare)).toEqual(["refs", "step", "metrics.rare", "metrics.loss", "metrics.lr", "status", "age", "message"]);
   });
 
   it("are all that the repository has", () => {

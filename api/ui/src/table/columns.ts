@@ -1,6 +1,6 @@
 /** The columns that the table can show. An id is a field of the search grammar where there is one, so that a header can sort by it. */
 import { formatAge, formatBytes, formatNumber, formatTime, formatValue, isGone, shortUid } from "../lib/format";
-import { quoteKey, wordsOf } from "../lib/query";
+import { fieldsOf, quoteKey } from "../lib/query";
 import { withoutRanks } from "../lib/ranks";
 import { byRelevance, relevantKeys } from "../lib/relevance";
 import type { State, Stats } from "../lib/types";
@@ -27,19 +27,11 @@ const FIXED: Readonly<Record<string, Omit<Column, "id">>> = {
 
 /** The columns that are shown unless others were chosen: those that the filter or the sort uses, then the most relevant ones. */
 export function defaultColumns(stats: Stats | null, isNarrow: boolean, query = ""): string[] {
-  const asked = fieldsOf(query).filter((id) => id.startsWith("metrics.") || id.startsWith("attr."));
+  const asked = fieldsOf(query, stats ?? {}).filter((id) => id.startsWith("metrics.") || id.startsWith("attr."));
   const whole = new Set(withoutRanks((stats?.metrics ?? []).map((one) => one.key)));
   const rest = (stats?.metrics ?? []).filter((one) => whole.has(one.key) && !asked.includes(`metrics.${one.key}`));
   const shown = [...asked, ...relevantKeys(rest, Math.max(0, (isNarrow ? 1 : 3) - asked.length)).map((key) => `metrics.${key}`)];
   return isNarrow ? ["refs", "step", ...shown.slice(0, 1)] : ["refs", "step", ...shown, "status", "age", "message"];
-}
-
-/** The fields that a query filters or orders by, as ids of columns, in its order. */
-export function fieldsOf(query: string): string[] {
-  const found = wordsOf(query)
-    .filter((word) => word.kind === "name" && /^(metrics|attr)\../.test(word.text))
-    .map((word) => word.text.replace(/\.(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')$/s, (_, double?: string, single?: string) => `.${(double ?? single ?? "").replace(/\\(.)/gs, "$1")}`));
-  return [...new Set(found)];
 }
 
 /** Every column that can be chosen. */
