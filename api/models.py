@@ -37,6 +37,7 @@ from datastates.values import Value
 if TYPE_CHECKING:
     from datastates.lineage.session import Session
     from datastates.state.manifest import PackInfo
+    from datastates.storage.tier import Reader
 
 T = TypeVar("T")
 
@@ -160,6 +161,19 @@ class FileInfo:
     name: str
     bytes: int
     type: str
+
+
+def file_infos(reader: Reader) -> tuple[FileInfo, ...]:
+    """The files of an open state.
+
+    :raises Corrupt: they are damaged.
+    """
+    from datastates.thumbnails import files_of, media_type  # imports torch
+
+    return tuple(
+        FileInfo(name, len(content), media_type(content) or "application/octet-stream")
+        for name, content in files_of(reader).items()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from fastapi import Header, Path, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from datastates.api.live import TYPES
-from datastates.api.models import FileInfo, Page
+from datastates.api.models import FileInfo, Page, file_infos
 from datastates.api.payload import StateFile, Streamed, etag_of, is_known, range_of, reply
 from datastates.api.routing import Refusal, Routes, Scope
 from datastates.api.served import Chosen, Served, Uid
@@ -145,10 +145,8 @@ def state_files(served: Chosen, uid: Uid, request: Request) -> Response:
     etag = etag_of("files-1", state.uid, state.digest)
     if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})
-    items = tuple(
-        FileInfo(name, len(content), media_type(content) or MEDIA_TYPE)
-        for name, content in _files(served, state).items()
-    )
+    with served.payload_reads.one(), served.core.open_payload(state, verify=True) as reader:
+        items = file_infos(reader)
     return reply(Page(items, None), etag=etag)
 
 
@@ -172,7 +170,8 @@ def state_file(
     etag = etag_of("file-1", state.uid, state.digest, name)
     if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})
-    files = _files(served, state)
+    with served.payload_reads.one(), served.core.open_payload(state, verify=True) as reader:
+        files = files_of(reader)
     if name not in files:
         raise NotFound(f"state {uid} has no file {name!r}: it has {', '.join(files) or 'no files'}")
     headers = {
@@ -181,11 +180,6 @@ def state_file(
         "ETag": etag,
     }
     return Response(files[name], media_type=media_type(files[name]) or MEDIA_TYPE, headers=headers)
-
-
-def _files(served: Served, state: State) -> dict[str, bytes]:
-    with served.payload_reads.one(), served.core.open_payload(state, verify=True) as reader:
-        return files_of(reader)
 
 
 def _state(served: Served, uid: str, only: list[str] | None) -> tuple[State, str]:

@@ -8,13 +8,14 @@ import os
 import select
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from datastates.errors import InvalidInput, SyntaxProblem
+from datastates.errors import Corrupt, InvalidInput, NotFound, SyntaxProblem, Unavailable
 from datastates.lineage.lookup import ids_of
 from datastates.lineage.query import names as refs
 from datastates.lineage.query import walk
@@ -49,9 +50,11 @@ from .tables import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.table import Table
 
-    from datastates.api.models import StateDetail
+    from datastates.api.models import FileInfo, StateDetail
     from datastates.lineage import Database, Run, State
     from datastates.lineage.query.grammar import Field, Node, Order, Query
     from datastates.lineage.session import Session
@@ -282,10 +285,11 @@ def show(
     shell = Shell(context, repo, as_json)
     if rev is None:
         return _show_repository(shell)
+    folder = shell.location().packs
     with shell.reading() as session:
         uid = revision.resolve(session, rev).uid
         config = configured(session, uid)
-        known = detail_of(session, uid, packs_of(shell.location().packs, uid))
+        known = detail_of(session, uid, packs_of(folder, uid))
         parents, children = (
             lookup.states(session, known.parents),
             lookup.states(session, known.children),
@@ -293,11 +297,12 @@ def show(
         kept = (
             None if known.run_record is None else kept_text(*kept_of(session, known.run_record.uid))
         )
+    files = _files(folder, uid) if known.packs else ()
     if shell.as_json:
         before = None if config.before is None else config.before.uid
         record = {"since": config.since.uid, "before": before, "changes": config.changes}
-        return shell.write_json(known, configured=record)
-    shell.write(_facts(known, parents, children, kept))
+        return shell.write_json(known, configured=record, files=files)
+    shell.write(_facts(known, files, parents, children, kept))
     if config.before is not None:
         shell.write(
             "",
@@ -306,6 +311,17 @@ def show(
             *change_lines(config.changes),
         )
     return None
+
+
+def _files(folder: Path, uid: str) -> tuple[FileInfo, ...]:
+    """The files that were captured with a state, from its manifest in this folder; none if they
+    cannot be read."""
+    from datastates.api.models import file_infos
+    from datastates.storage.local import LocalTier
+
+    with suppress(OSError, Corrupt, NotFound, Unavailable), LocalTier(folder).open(uid) as reader:
+        return file_infos(reader)
+    return ()
 
 
 def _show_repository(shell: Shell) -> None:
@@ -504,7 +520,11 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
 
 
 def _facts(
-    state: StateDetail, parents: list[State], children: list[State], kept: str | None
+    state: StateDetail,
+    files: Sequence[FileInfo],
+    parents: list[State],
+    children: list[State],
+    kept: str | None,
 ) -> Table:
     from .lists import part_facts
 
@@ -528,6 +548,7 @@ def _facts(
         *(("parent", state_text(each).append(kinds.get(each.uid, ""))) for each in parents),
         *(("child", state_text(child)) for child in children),
         ("size", f"{was}{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"),
+        *(("file", f"{file.name}, {size_text(file.bytes)}") for file in files),
         ("generation", state.generation),
         ("ranks", state.world_size if state.world_size > 1 else None),
     ]

@@ -166,6 +166,7 @@ def test_show_as_json_has_stable_fields(invoke: Invoke) -> None:
         "added",
         "nearest",
         "configured",
+        "files",
     ]
     assert shown["children"] == [uid("1", 4), uid("f", 4)]
     assert shown["packs"] == [{"name": "p.safetensors", "bytes": 4096}]

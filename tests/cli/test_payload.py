@@ -57,6 +57,32 @@ def test_restore_takes_the_nearest_state_that_was_kept(
     )
 
 
+def test_show_lists_the_files_that_were_captured_with_a_state(
+    repo: Path, invoke: Invoke, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_bytes(b"a" * 2048)
+    with (
+        datastates.open(repo, memory_bytes=64 << 20) as opened,
+        opened.track(branch="drawn", value=1) as run,
+    ):
+        files = {"notes": tmp_path / "notes.txt", "raw": b"\x89PNG\r\n\x1a\n"}
+        run.capture(files=files).wait("durable")
+        gone = run.capture(files=files).wait("durable").uid
+        run.capture().wait("durable")
+        evict(opened.core, gone)
+    assert invoke("--repo", repo, "show", "drawn~2", "--json").json["files"] == [
+        {"name": "notes.txt", "bytes": 2048, "type": "application/octet-stream"},
+        {"name": "raw", "bytes": 8, "type": "image/png"},
+    ]
+    lines = invoke("--repo", repo, "show", "drawn~2").out.splitlines()
+    assert [line for line in lines if line.startswith("file ")] == [
+        "file        notes.txt, 2.0 KiB",
+        "file        raw, 8 B",
+    ]
+    for rev in ("drawn~1", "drawn", "main"):
+        assert invoke("--repo", repo, "show", rev, "--json").json["files"] == []
+
+
 def test_restore_writes_one_file(
     repo: Path, trained: tuple[Path, dict[str, torch.Tensor]], invoke: Invoke, tmp_path: Path
 ) -> None:
