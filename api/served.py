@@ -68,7 +68,9 @@ class Served:
             lambda session: (count(session), core.tiers.durable.bytes_stored),
         )
         self.lines = Lines()
-        self.branch_counts = Kept("branch-counts", core.reading, counts_of)
+        self.branch_counts = Kept(
+            "branch-counts", core.reading, lambda session: counts_of(session, core.home.uid)
+        )
         self._questions = ConcurrencyLimit(
             QUESTIONS,
             f"{QUESTIONS} requests ask {name!r} just now: try again later",

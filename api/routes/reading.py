@@ -116,6 +116,7 @@ def list_branches(
             living=living,
             drawn=served.lines,
             counts=served.branch_counts.of,
+            folder=served.core.home.uid,
         )
     return reply(found, request=request, fields=fields, etag=True)
 
@@ -143,6 +144,7 @@ def branch_detail(
             direction=direction,
             living=living,
             drawn=served.lines,
+            folder=served.core.home.uid,
         )
     if not found:
         raise NotFound(f"there is no branch {name!r}: /branches lists those that exist")

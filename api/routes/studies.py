@@ -51,7 +51,7 @@ def list_studies(
 ) -> Response:
     """The studies, the last changed first."""
     with served.reading() as session:
-        found = study_trees.studies(session, limit=limit)
+        found = study_trees.studies(session, limit=limit, folder=served.core.home.uid)
     return reply(found, request=request, etag=True)
 
 
@@ -75,7 +75,13 @@ def get_study(
     with served.reading() as session:
         living = partial(life_of, home=served.core.home)
         found = study_trees.study(
-            session, name, metric=metric, direction=direction, limit=limit, living=living
+            session,
+            name,
+            metric=metric,
+            direction=direction,
+            limit=limit,
+            living=living,
+            folder=served.core.home.uid,
         )
     return reply(found, request=request, etag=True)
 

@@ -309,18 +309,10 @@ def count_states(
     ids = [
         row.segment_id for row in rows if row.segment_id is not None and row.segment_id not in known
     ]
-    found = _counted(session, ids)
+    found = _counted(session, ids, folder)
     for row in rows:
         segment = row.segment_id or 0
         row.restorable, row.durable, row.bytes = known.get(segment) or found.get(segment, (0, 0, 0))
-    if folder is not None:
-        ids = [row.segment_id for row in rows if row.segment_id is not None]
-        sizes = {
-            each.segment_id: int(each.size)
-            for each in rows_in_batches(session, _ON_DISK, ids, folder=folder)
-        }
-        for row in rows:
-            row.bytes = sizes.get(row.segment_id, 0)
 
 
 def bytes_of_runs(session: Session, uids: Sequence[str], folder: str) -> dict[str, int]:
@@ -329,9 +321,15 @@ def bytes_of_runs(session: Session, uids: Sequence[str], folder: str) -> dict[st
     return {row.uid: int(row.size) for row in rows}
 
 
-def counts_of(session: Session) -> Counts:
-    """The counts of every branch."""
-    return _counted(session, session.execute(_BRANCHES).scalars().all())
+def bytes_of_segments(session: Session, ids: Sequence[int], folder: str) -> dict[int, int]:
+    """The bytes that the states of each of some segments take in a folder of packs, by row id."""
+    rows = rows_in_batches(session, _ON_DISK, ids, folder=folder)
+    return {row.segment_id: int(row.size) for row in rows}
+
+
+def counts_of(session: Session, folder: str | None = None) -> Counts:
+    """The counts of every branch, as ``count_states`` finds them."""
+    return _counted(session, session.execute(_BRANCHES).scalars().all(), folder)
 
 
 def kept_of(session: Session, run: str) -> tuple[int, int, int]:
@@ -345,7 +343,7 @@ def kept_of(session: Session, run: str) -> tuple[int, int, int]:
     )
 
 
-def _counted(session: Session, ids: Sequence[int]) -> Counts:
+def _counted(session: Session, ids: Sequence[int], folder: str | None) -> Counts:
     """The counts of some segments; many are read along the index at once."""
     found = dict.fromkeys(ids, (0, 0, 0))
     for segment_id, status, count, size in rows_in_batches(session, _COUNTS_OF, ids):
@@ -353,8 +351,11 @@ def _counted(session: Session, ids: Sequence[int]) -> Counts:
         found[segment_id] = (
             restorable + (0 if status in GONE else count),
             durable + (count if status in _SAFE else 0),
-            total + int(size or 0),
+            total + (int(size or 0) if folder is None else 0),
         )
+    if folder is not None:
+        for segment_id, size in bytes_of_segments(session, ids, folder).items():
+            found[segment_id] = (*found[segment_id][:2], size)
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -38,7 +38,7 @@ from datastates.lineage.states import EdgeKind, Life, RefKind, State, Status
 from datastates.lineage.write import runs
 from datastates.values import Value
 
-from .branch_rows import Living, branches_of
+from .branch_rows import Living, branches_of, bytes_of_segments
 from .text import Direction, by_relevance, direction_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class Study:
     deleted.
 
     ``took_s`` is the number of seconds that workers reported to have trained; ``bytes`` those that
-    its states added. ``planned_at`` is None if the study is only known by its branches.
+    its states added, or take in a folder of packs if one was named. ``planned_at`` is None if the
+    study is only known by its branches.
     """
 
     name: str
@@ -150,9 +151,10 @@ class StudyDetail:
     metrics: tuple[str, ...]
 
 
-def studies(session: Session, *, limit: int | None = None) -> Studies:
-    """Every study, the last changed first."""
-    made = _summaries(session, _names_studies(session))
+def studies(session: Session, *, limit: int | None = None, folder: str | None = None) -> Studies:
+    """Every study, the last changed first. ``folder`` is the uid of the folder of packs in which
+    ``bytes`` are counted."""
+    made = _summaries(session, _names_studies(session), folder)
     made.sort(key=lambda one: (one.changed_at or one.planned_at or _NEVER, one.name), reverse=True)
     return Studies(tuple(made[:limit]), len(made))
 
@@ -165,6 +167,7 @@ def study(
     direction: Direction | None = None,
     limit: int | None = None,
     living: Living | None = None,
+    folder: str | None = None,
 ) -> StudyDetail:
     """One study and its variants.
 
@@ -174,6 +177,7 @@ def study(
     :param direction: which of its values are better; None: judged by its name.
     :param limit: the most variants to return; None: all.
     :param living: returns whether the process of a run that did not finish is alive.
+    :param folder: the uid of the folder of packs in which ``bytes`` are counted.
     :raises NotFound: there is no such study.
     """
     rows = _read(session, name)
@@ -182,7 +186,7 @@ def study(
             f"there is no study {name!r}: there are"
             f" {', '.join(sorted(_names_studies(session))[:10]) or 'none'}"
         )
-    _learn(session, rows, living)
+    _learn(session, rows, living, folder)
     metrics = by_relevance(key for row in rows.values() for key in row.metrics)
     metric = metric if metric is not None else next(iter(metrics), None)
     direction = direction or (Direction.MIN if metric is None else direction_of(metric))
@@ -192,7 +196,7 @@ def study(
     shown = tuple(
         _variant_of(rows, row, depth, metric, ranks, alike) for row, depth in order[:limit]
     )
-    (summary,) = _summaries(session, [name])
+    (summary,) = _summaries(session, [name], folder)
     return StudyDetail(summary, shown, len(order), metric, direction, tuple(metrics))
 
 
@@ -278,16 +282,18 @@ def _heads(session: Session, prefix: str, kind: RefKind) -> list[Any]:
     return [row for row in found if row.name.startswith(prefix)]  # SQLite's LIKE ignores case
 
 
-def _learn(session: Session, rows: Mapping[str, _Row], living: Living | None) -> None:
+def _learn(
+    session: Session, rows: Mapping[str, _Row], living: Living | None, folder: str | None
+) -> None:
     """Add to each variant its metrics, what its branch holds, whether it is being trained, and
     where it forked."""
     metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
     for state_id, key, value in rows_in_batches(session, _METRICS, _head_ids(rows)):
         metrics[state_id][key] = math.nan if value is None else value
     by_branch = {row.branch: row for row in rows.values()}
-    for branch, count, size, fork in rows_in_batches(session, _HELD, by_branch, "names"):
-        row = by_branch[branch]
-        row.states, row.bytes, row.fork_branch = count, int(size or 0), fork
+    for held, size in _held(session, by_branch, folder):
+        row = by_branch[held.branch]
+        row.states, row.bytes, row.fork_branch = held.states, size, held.fork
     at_work = [row.id for row in rows_in_batches(session, _AT_WORK, by_branch, "names")]
     for run in runs.by_ids(session, at_work).values():
         if run.branch is not None and living is not None and living(run) is Life.RUNNING:
@@ -299,6 +305,18 @@ def _learn(session: Session, rows: Mapping[str, _Row], living: Living | None) ->
     for row in rows.values():
         if row.parent == row.name or row.parent not in rows:
             row.parent = None
+
+
+def _held(
+    session: Session, branches: Collection[str], folder: str | None
+) -> Iterator[tuple[Any, int]]:
+    """What each of these branches has to itself, with its bytes."""
+    found = list(rows_in_batches(session, _HELD, branches, "names"))
+    sizes = (
+        None if folder is None else bytes_of_segments(session, [row.id for row in found], folder)
+    )
+    for row in found:
+        yield row, int(row.size or 0) if sizes is None else sizes.get(row.id, 0)
 
 
 def _head_ids(rows: Mapping[str, _Row]) -> list[int]:
@@ -413,7 +431,7 @@ def _whole(value: Value) -> int | None:
     return int(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _summaries(session: Session, names: Sequence[str]) -> list[Study]:
+def _summaries(session: Session, names: Sequence[str], folder: str | None) -> list[Study]:
     """Summaries of studies, in a few queries for all of them."""
     refs = {row.name: row for row in session.execute(_STUDIES_REFS)}
     planned: defaultdict[str, dict[str, Any]] = defaultdict(dict)
@@ -434,8 +452,7 @@ def _summaries(session: Session, names: Sequence[str]) -> list[Study]:
         for variant in found
         if f"{name}/{variant}" in refs
     ]
-    held = rows_in_batches(session, _HELD, branches, "names")
-    sizes = {row.branch: int(row.size or 0) for row in held}
+    sizes = {row.branch: size for row, size in _held(session, branches, folder)}
     made = []
     for name in names:
         plan = planned.get(name, {})
@@ -491,16 +508,17 @@ _METRICS = select(METRIC.c.state_id, METRIC.c.key, METRIC.c.value).where(
 )
 _HELD = (
     select(
+        SEGMENT.c.id,
         SEGMENT.c.branch,
-        func.count(STATE.c.id),
+        func.count(STATE.c.id).label("states"),
         func.sum(STATE.c.bytes_new).label("size"),
-        func.max(_parent.c.branch),
+        func.max(_parent.c.branch).label("fork"),
     )
     .outerjoin_from(SEGMENT, STATE, STATE.c.segment_id == SEGMENT.c.id)
     .outerjoin(_fork, _fork.c.id == SEGMENT.c.fork_id)
     .outerjoin(_parent, _parent.c.id == _fork.c.segment_id)
     .where(SEGMENT.c.branch.in_(bindparam("names", expanding=True)))
-    .group_by(SEGMENT.c.branch)
+    .group_by(SEGMENT.c.id, SEGMENT.c.branch)
 )
 _AT_WORK = select(RUN.c.id).where(
     RUN.c.branch.in_(bindparam("names", expanding=True)),

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from datastates import Repository
 from datastates.api import cache
+from datastates.lineage.query.names import replicas_of
+from datastates.maintenance.retention_pass import evict
 from tests.api.conftest import BASE, train
 
 if TYPE_CHECKING:
@@ -59,6 +61,22 @@ def test_each_branch_says_where_it_forked_how_it_went_and_what_can_be_restored(
     assert (fork["states"], fork["line"]["steps"]) == (3, [4, 5, 6])
     assert (soup["states"], soup["last"], soup["line"]["steps"]) == (1, None, [])
     assert {item["life"] for item in (fork, lone, main)} == {"ended"}
+
+
+def test_bytes_are_those_on_disk_here(client: TestClient, repo: Repository) -> None:
+    states = repo.log("lone")
+    (before,) = asked(client, name="lone")["items"]
+    assert before["bytes"] == sum(state.bytes_new for state in states)
+    evict(repo.core, states[1].uid)
+    with repo.core.reading() as session:
+        held = [one.bytes for one in replicas_of(session, states[0].uid) if one.status == "ok"]
+    assert 0 < sum(held) < before["bytes"]
+    for found in (
+        asked(client, name="lone")["items"][0],
+        asked(client, sort="bytes", name="lone")["items"][0],
+        client.get(f"{BASE}/branches/lone").json(),
+    ):
+        assert found["bytes"] == sum(held)
 
 
 def test_nan_is_null(client: TestClient, repo: Repository) -> None:

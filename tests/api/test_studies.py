@@ -82,6 +82,14 @@ def test_a_study_over_the_web(client: TestClient, repo: Repository) -> None:
         ("a-more", 1, "done", 2),
         ("bad", 0, "failed", None),
     ]
+    on_disk = {
+        branch["name"]: branch["bytes"]
+        for branch in client.get(f"{BASE}/branches", params={"name": "rates/"}).json()["items"]
+    }
+    assert 0 < sum(on_disk.values()) == item["bytes"]
+    assert [each["bytes"] for each in found["variants"]] == [
+        on_disk.get(each["branch"], 0) for each in found["variants"]
+    ]
     assert found["variants"][2]["error"].startswith("ValueError: too hot\n")
     assert found["variants"][1]["state"] == repo.state("done/rates/first/a-more").uid
     turned = client.get(
