@@ -21,7 +21,7 @@ from datastates.lineage import lookup
 from datastates.lineage.lookup import rows_in_batches, states
 from datastates.lineage.query.conditions import Scope, condition
 from datastates.lineage.query.curves import lost_parts
-from datastates.lineage.query.fields import resolve_names
+from datastates.lineage.query.fields import check_names, resolve_names
 from datastates.lineage.query.grammar import parse_query
 from datastates.lineage.query.names import REFS, to_ref
 from datastates.lineage.query.pages import sorting
@@ -267,9 +267,11 @@ class FoundHeads:
 def heads_where(session: Session, query: str, now: datetime | None = None) -> FoundHeads:
     """The newest states of branches that a search finds.
 
-    :raises SyntaxProblem: the query does not parse.
+    :raises SyntaxProblem: the query does not parse, or compares a name that nothing has.
     """
-    parsed = resolve_names(session, parse_query(query), query)
+    parsed = parse_query(query)
+    check_names(session, parsed, query)
+    parsed = resolve_names(session, parsed, query)
     scope = Scope(session, to_us(now), query)
     where = true() if parsed.condition is None else condition(parsed.condition, scope)
     ids = session.execute(

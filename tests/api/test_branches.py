@@ -151,6 +151,13 @@ def test_groups_stand_together(client: TestClient) -> None:
     assert [item["group"] for item in found["items"]] == [0.1, 0.1, 0.3, None]
 
 
+def test_a_search_with_a_wrong_name_says_which_one_is_close(client: TestClient) -> None:
+    for query, column in (("metrics.los < 1", 1), ("step > 0 and los < 1", 14)):
+        answer = client.get(f"{BASE}/branches", params={"q": query})
+        assert (answer.status_code, answer.json()["column"]) == (400, column)
+        assert "did you mean" in answer.json()["detail"]
+
+
 def test_wrong_questions_are_refused(client: TestClient) -> None:
     first = asked(client, limit=1)
     for wrong, said in (
