@@ -6,17 +6,17 @@ it("says how long something took in the unit that fits", () => {
 });
 
 it("says what a branch changed, from what to what", () => {
-  expect(settingText({ key: "lr", value: 0.03, parent: 0.1 })).toBe("lr 0.1000 → 0.03000");
-  expect([settingText({ key: "wd", value: 0.5, parent: null }), settingText({ key: "wd", value: null, parent: true })]).toEqual(["wd 0.5000", "wd true → gone"]);
+  expect(settingText({ key: "lr", value: 0.03, parent: 0.1 })).toBe("lr 0.1 → 0.03");
+  expect([settingText({ key: "wd", value: 0.5, parent: null }), settingText({ key: "wd", value: null, parent: true })]).toEqual(["wd 0.5", "wd true → gone"]);
 });
 
 it("shows in what the listed branches differ, what a branch changed first", () => {
   const config = [{ key: "lr", value: 0.03, parent: 0.1 }, { key: "seed", value: 2, parent: 1 }];
   const fork = { state: "", step: 3, branch: "main", is_gone: false };
   const shown = (settings: Record<string, number | string>, from: typeof fork | null = fork) => settingsOf({ config, settings, fork: from }).map(settingText);
-  expect(shown({ lr: 0.03, optimizer: "sgd" })).toEqual(["lr 0.1000 → 0.03000", "optimizer sgd"]);
-  expect(shown({})).toEqual(["lr 0.1000 → 0.03000", "seed 1 → 2"]);
-  expect([shown({}, null), shown({ lr: 0.03 }, null)]).toEqual([[], ["lr 0.03000"]]);
+  expect(shown({ lr: 0.03, optimizer: "sgd" })).toEqual(["lr 0.1 → 0.03", "optimizer sgd"]);
+  expect(shown({})).toEqual(["lr 0.1 → 0.03", "seed 1 → 2"]);
+  expect([shown({}, null), shown({ lr: 0.03 }, null)]).toEqual([[], ["lr 0.03"]]);
 });
 
 it("draws a curve from corner to corner, and marks what is not a number", () => {

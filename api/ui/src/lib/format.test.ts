@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { formatAge, formatBytes, formatCount, formatNumber } from "./format";
+import { formatAge, formatBytes, formatCount, formatNumber, formatValue } from "./format";
 
 describe("format", () => {
   it("shows numbers at the width of a column", () => {
@@ -8,6 +8,10 @@ describe("format", () => {
 
   it("tells NaN from a metric that is not there", () => {
     expect([null, undefined].map(formatNumber)).toEqual(["NaN", ""]);
+  });
+
+  it("shows a setting as somebody would write it", () => {
+    expect([0.1, 0.1 + 0.2, 3, 1e-8, 12345678, 1e9 + 1, "adam", true, null].map(formatValue)).toEqual(["0.1", "0.3", "3", "1e-8", "12345678", "1000000001", "adam", "true", "none"]);
   });
 
   it("shows bytes and counts", () => {

@@ -50,9 +50,9 @@ export function formatTime(at: string): string {
 /** The beginning of a uid, as the terminal abbreviates it. */
 export const shortUid = (uid: string): string => uid.slice(0, 8);
 
-/** An attribute's or a configuration's value. */
+/** An attribute's or a configuration's value: a number as it was written, with at most six digits after rounding. */
 export const formatValue = (value: string | number | boolean | null): string =>
-  typeof value === "number" ? formatNumber(value) : value === null ? "none" : String(value);
+  typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(6))) : value === null ? "none" : String(value);
 
 /** Whether states of this status have lost their bytes. */
 export const isGone = (status: string): boolean => status === "evicted" || status === "lost";

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { StudyVariant } from "./types";
-import { countStages, epochsText, inOrder, percent, settingText, splitError } from "./words";
+import { countStages, epochsText, inOrder, percent, splitError } from "./words";
 
 const variant = (name: string, more: Partial<StudyVariant> = {}) => ({ name, stage: "done", rank: null, took_s: null, bytes: 0, epoch: null, epochs: null, samples: null, samples_all: null, ...more }) as StudyVariant;
 
@@ -33,8 +33,4 @@ test("a small share has a digit more", () => {
 test("an error is its first line and the rest", () => {
   expect(splitError("ValueError: no\n\nTraceback\n  x")).toEqual(["ValueError: no", "Traceback\n  x"]);
   expect(splitError("killed")).toEqual(["killed", ""]);
-});
-
-test("a setting is what somebody would write", () => {
-  expect([0.1, 0.001, 3, 1e-5, "adam", true].map(settingText)).toEqual(["0.1", "0.001", "3", "1.00e-5", "adam", "true"]);
 });

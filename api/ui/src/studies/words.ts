@@ -1,6 +1,5 @@
 /** The texts in the rows of studies, and their order. Pure. */
-import { formatCount, formatValue } from "../lib/format";
-import type { Value } from "../lib/types";
+import { formatCount } from "../lib/format";
 import type { Study, StudyVariant } from "./types";
 
 export const STAGE_MEANS: Readonly<Record<string, string>> = {
@@ -47,6 +46,3 @@ export function splitError(error: string): readonly [string, string] {
   const at = error.indexOf("\n");
   return at < 0 ? [error, ""] : [error.slice(0, at), error.slice(at).trim()];
 }
-
-/** A setting as a person would write it: `0.1`, not `0.1000`. */
-export const settingText = (value: Value): string => (typeof value === "number" && Math.abs(value) >= 1e-4 && Math.abs(value) < 1e7 ? String(Number(value.toPrecision(6))) : formatValue(value));
