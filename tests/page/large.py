@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -66,7 +65,8 @@ def populate(repository: Repository, *, seed: int = 7) -> None:
             ]
             for run in owners:
                 runs.start(session, run)
-            new = list(_states(rng, planned, owners, steps))
+            folder = repository.core.home.uid or ""
+            new = list(_states(rng, planned, owners, steps, folder))
             for start in range(0, len(new), 500):
                 record.record_all(session, new[start : start + 500])
 
@@ -114,7 +114,11 @@ def _run(rng: random.Random, planned: _Planned, began: datetime) -> Run:
 
 
 def _states(
-    rng: random.Random, planned: _Planned, owners: Sequence[Run], steps: dict[tuple[str, int], str]
+    rng: random.Random,
+    planned: _Planned,
+    owners: Sequence[Run],
+    steps: dict[tuple[str, int], str],
+    folder: str,
 ) -> Iterator[NewState]:
     parent = None if planned.parent is None else steps[planned.parent, planned.fork]
     drift = rng.uniform(-0.15, 0.25)
@@ -129,7 +133,7 @@ def _states(
             f"{rng.getrandbits(96):024x}", f"{rng.getrandbits(256):064x}", parent, planned.name, run.uid, step,
             metrics=_metrics(rng, step, place, drift), attributes={"study": "lr"} if planned.parent else {}, created_at=created,
             status=Status.DURABLE if is_kept else Status.EVICTED, bytes_total=_BYTES, bytes_new=rng.randrange(_BYTES // 8, _BYTES),
-            tier="local", node=socket.gethostname(),
+            tier="local", node=folder,
         )  # fmt: skip
         steps[planned.name, step] = parent = new.uid
         yield new

@@ -26,8 +26,8 @@ export function openState(uid: string): void {
 }
 
 /** Opens the page of a branch. */
-export function openBranch(name: string): void {
-  change({ scene: "branch", heads: [name], query: "", sort: "", selected: null, panel: "none" });
+export function openBranch(name: string, metric = view.metric): void {
+  change({ scene: "branch", heads: [name], metric, query: "", sort: "", selected: null, panel: "none" });
 }
 
 /** Closes the innermost open thing: a dialog, then the panel. False when nothing was open. */
