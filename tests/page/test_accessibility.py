@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import datastates
+from tests.page.conftest import serving
 from tests.page.site import ROOT, new_page
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from playwright.sync_api import Browser, Page
 
     from tests.page.site import Grown, Site
@@ -57,12 +61,24 @@ OPENED: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_axe_finds_nothing_serious(shared: Site, grown: Grown, browser: Browser, look: str) -> None:
     with new_page(browser, **LOOKS[look], reduced_motion="reduce") as page:
-        serious = [
+        found = [
             f"{view}: {fault}"
             for view in (*SHOWN, *OPENED)
             for fault in faults(page, shared, grown, view)
         ]
-    assert not serious, "\n".join(serious)
+    assert not found, "\n".join(found)
+
+
+def test_axe_finds_nothing_serious_in_an_empty_repository(browser: Browser, tmp_path: Path) -> None:
+    with (
+        datastates.open(tmp_path / "runs", memory_bytes=16 << 20) as repo,
+        serving(repo) as address,
+        new_page(browser, **LOOKS["phone"], reduced_motion="reduce") as page,
+    ):
+        for view in ("branches", "graph", "compare", "studies", "now"):
+            page.goto(f"{address}/?view={view}")
+            page.get_by_text("Largest branches" if view == "now" else "yet", exact=False).wait_for()
+            assert serious(page) == [], view
 
 
 def test_no_view_panel_or_dialog_is_left_out() -> None:
@@ -85,12 +101,17 @@ def test_no_view_panel_or_dialog_is_left_out() -> None:
 def faults(page: Page, site: Site, grown: Grown, view: str) -> list[str]:
     """What axe finds in a view."""
     show(page, site, grown, view)
+    return serious(page)
+
+
+def serious(page: Page) -> list[str]:
+    """What axe finds in what is shown."""
     page.evaluate(AXE.read_text(encoding="utf-8"))
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-    serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
     return [
         f"{one['id']}: {one['help']}: {[node['html'] for node in one['nodes']][:3]}"
-        for one in serious
+        for one in found["violations"]
+        if one["impact"] in ("serious", "critical")
     ]
 
 
