@@ -809,9 +809,8 @@ class Facade:
         to: Text,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> CopyReport:
-        """Copy durable states to a further tier, and wait until it has them.
-
-            repo.copy("main~1", "baseline", to="s3")
+        """Copy durable states to a further tier, and wait until it has them, as in
+        ``repo.copy("main~1", "baseline", to="s3")``.
 
         :param revs: the states. Without any, all states in the folder of packs that the tier lacks
             are copied, except those that a policy keeps near.

@@ -88,9 +88,10 @@ class PermutationSampler(Sampler[int]):
         """The remaining indices of this epoch in batches, then further epochs. Endless if
         ``epochs`` is None.
 
-        It is for loops that index tensors::
+        It is for loops that index tensors.
 
-            for rows in sampler.batches(64):
+            sampler = datastates.PermutationSampler(len(inputs))
+            for rows in sampler.batches(8):
                 outputs = model(inputs[rows])
 
         ``batch_size`` counts the indices of one replica.
