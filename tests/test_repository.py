@@ -64,7 +64,7 @@ def test_memory_restores_without_the_disk(tmp_path: Path) -> None:
 
 
 def test_an_evicted_state_names_the_nearest_that_can_be_restored(tmp_path: Path) -> None:
-    tracked = {"weight": torch.zeros(1000)}
+    tracked = {"weight": torch.zeros(SLOT // 4)}
     with (
         datastates.open(tmp_path, memory_bytes=3 * SLOT) as repo,
         repo.track(tracked=tracked, durable_interval_s=1e9) as run,

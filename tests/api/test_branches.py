@@ -100,7 +100,9 @@ def test_pages_filters_and_orders(client: TestClient) -> None:
     assert [item["states"] for item in whole["items"]] == [1, 2, 3, 8]
     first = asked(client, sort="-states", limit=3)
     second = asked(client, sort="-states", limit=3, after=first["next"])
-    assert first["items"] + second["items"] == whole["items"]
+    # settings are those in which the branches of a page differ
+    paged = [{**each, "settings": {}} for each in first["items"] + second["items"]]
+    assert paged == [{**each, "settings": {}} for each in whole["items"]]
     assert second["next"] is None
     chosen = asked(client, q="attr.rate = 0.3")
     assert ([item["name"] for item in chosen["items"]], chosen["matching"], chosen["total"]) == (

@@ -221,10 +221,11 @@ def test_the_terminal_says_the_same(serve: Serve, repo: Repository) -> None:
         for step in (1, 2, 3):
             run.capture(step=step, metrics={"loss": 3.0 / step}).wait("durable")
         client = serve({NAME: repo})  # only now: a busy server counts the states now and then
-        assert said("stats") == [asked(client, "stats")]
-        assert said("runs") == asked(client, "runs")["items"]
-        (watched,) = said("watch", "--times", "1")
-        branches = asked(client, "branches")
+        assert said("show") == [asked(client, "stats")]
+        runs = asked(client, "runs")["items"]
+        assert [{key: each[key] for key in runs[0]} for each in said("runs")] == runs
+        (watched,) = said("branches", "--watch", "--times", "1", "--metric", "loss")
+        branches = asked(client, "branches", metric="loss")
         assert watched["items"] == branches["items"]
         (process,) = asked(client, "processes")["items"]
         (one,) = [each for each in watched["items"] if each["name"] == "one"]

@@ -417,7 +417,9 @@ def test_a_result_is_found_by_name_and_by_metric(repo: Repository) -> None:
         replace(report, results={**report.results, first: diverged[first]}).best("loss").variant
         != first
     )
-    with pytest.raises(NotFound, match="loss is NaN in every finished variant of study"):
+    with pytest.raises(
+        NotFound, match="loss is NaN or infinite in every finished variant of study"
+    ):
         replace(report, results=diverged).best("loss")
     with pytest.raises(InvalidInput, match="no variant 'x'"):
         report["x"]
