@@ -387,7 +387,7 @@ def test_files_that_were_deleted_are_called_so(tmp_path: Path) -> None:
     with datastates.open(tmp_path) as repo:
         with pytest.raises(
             Unavailable,
-            match=f"it is durable, but its files are not in {tmp_path}/packs: somebody deleted",
+            match=f"it is durable, but its files are not in {tmp_path}/packs: bring them back",
         ) as caught:
             repo.load("main")
         assert caught.value.nearest == kept.uid
@@ -403,8 +403,8 @@ def test_packs_whose_lineage_is_an_empty_file_are_mentioned(tmp_path: Path) -> N
     with pytest.raises(
         NotFound,
         match=(
-            rf"holds 1 state, but their lineage, {tmp_path}/lineage.db, is empty.*repair --lineage --replace"
-            r" --replace`"
+            rf"holds 1 state, but their lineage, {tmp_path}/lineage.db, is empty.*"
+            r"repair --lineage --replace`"
         ),
     ):
         datastates.open(tmp_path)
