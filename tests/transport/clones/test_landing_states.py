@@ -284,7 +284,7 @@ def test_a_clone_stays_through_captures_and_ends_with_the_process_unless_it_is_n
 
 def test_a_clone_is_written_when_memory_runs_short(tmp_path: Path) -> None:
     weights = torch.zeros(3 * _PER_CHUNK)
-    with datastates.open(tmp_path, memory_bytes=5 * CHUNK_BYTES) as repo:
+    with datastates.open(tmp_path, memory_bytes=4 * CHUNK_BYTES) as repo:
         adopted(repo, state(CLONE, 1, 2))
         run = repo.track(weights=weights, rng=False, durable_interval_s=None)
         for _ in range(3):

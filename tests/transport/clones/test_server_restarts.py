@@ -48,7 +48,7 @@ class Training:
     """A weight of one slot that counts."""
 
     def __init__(self, repo: Repository, branch: str = "main") -> None:
-        self.weight = torch.zeros(SLOT // 8)
+        self.weight = torch.zeros(SLOT // 4)
         self.run: Tracker = repo.track(
             weight=self.weight, branch=branch, rng=False, config={"lr": 0.1, "name": branch}
         )

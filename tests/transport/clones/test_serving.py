@@ -443,7 +443,7 @@ def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_
             raise Unavailable("the disk is full")
 
         with monkeypatch.context() as broken:
-            broken.setattr(busy.core.tiers.durable, "put_all", full)
+            broken.setattr(busy.core.runner().writer, "put_all", full)
             with (
                 busy.serve("memory://", is_writable=True, timeout_s=2.0) as server,
                 datastates.connect(server.url) as peer,
