@@ -3,13 +3,13 @@
     python benchmarks/outliers.py [--seeds N] [--first SEED] [--json FILE]
 
 Data: Fashion-MNIST, a mixture like Covertype, and breast-cancer. Faults: labels of any other class,
-labels of one similar class, inputs that belong to no class (near to the others, and far), and wrong
+labels of one similar class, inputs that belong to no class (near to the classes, and far), and wrong
 targets of a regression. Each seed draws other faults, another model and other folds.
 
 A peer trains one run of 20 epochs (AUM, Data Maps), or 5 folds of 20 epochs (cleanlab, 80 epochs).
 The product gets a run of 15 epochs with 12 states, which costs at most 20 epochs with its forward
 passes. A second product run gets 5 folds in addition, which costs at most 80 epochs together.
-Without Debian's dataset-fashion-mnist, scikit-learn's digits stand in for Fashion-MNIST.
+Without Debian's dataset-fashion-mnist, scikit-learn's digits replace Fashion-MNIST.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def train(repo: Repository, case: Case) -> None:
 
 
 def product(case: Case) -> tuple[Kept, list[OutlierReport]]:
-    """The default scores of one run, and those of the run with folds."""
+    """The default scores of one run, and the default scores of the run with folds."""
     data = list(zip(case.inputs.split(1024), case.targets.split(1024), strict=True))
     plan = kfold(FOLDS, epochs=FOLD_EPOCHS, samples=len(case.targets), seed=case.seed)
 

@@ -480,7 +480,7 @@ class Training(Protocol):
 
     @property
     def restore_plans(self) -> dict[frozenset[str], RestorePlan]:
-        """What restores into its objects have found out, by the names of the objects."""
+        """The plans of restores into its objects, by the names of the objects."""
 
     def fence(self) -> None:
         """Wait until no copy reads its tensors any more."""

@@ -152,17 +152,17 @@ class DeviceFill:
         except torch.OutOfMemoryError:  # the device has little left: a chunk at a time
             self._windows = self._divided(1)
             stages = self._stages(self._windows)
-        rooms = _Rooms(max(len(window.chunks) for window in self._windows))
+        buffers = _PinnedBuffers(max(len(window.chunks) for window in self._windows))
         try:
             for window in self._windows:
                 stage, at = stages[window.device], 0
                 runs = reader.pinned(window.chunks)
-                for run in rooms.read(reader, window) if runs is None else runs:
+                for run in buffers.read(reader, window) if runs is None else runs:
                     stage[at : at + run.numel()].copy_(run, non_blocking=True)
                     at += -(-run.numel() // CHUNK_BYTES) * CHUNK_BYTES
                 window.scatter(stage)
                 if runs is None:
-                    rooms.mark(window.device)
+                    buffers.mark(window.device)
         finally:  # the sources are given away after this, also when something failed half-way
             for device in self._stretches:
                 devices().mark(devices().current(device)).synchronize()
@@ -177,34 +177,34 @@ class DeviceFill:
         }
 
 
-class _Rooms:
+class _PinnedBuffers:
     """Two pieces of pinned memory for chunks from files: while one is copied to a device, the
     other one is filled."""
 
     def __init__(self, chunks: int) -> None:
         self._chunks, self._turn = chunks, 0
-        self._rooms: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
         self._left: list[Mark | None] = [None, None]
 
     def read(self, reader: Reader, window: _Window) -> list[torch.Tensor]:
         """The chunks of a window, each from its first byte to the last that is wanted."""
         assert isinstance(reader, SupportsParallelRead), "the caller looked"
-        if len(self._rooms) < 2:
-            self._rooms.append(devices().pinned((self._chunks, CHUNK_BYTES), torch.uint8))
-        self._turn = (self._turn + 1) % len(self._rooms)
+        if len(self._buffers) < 2:
+            self._buffers.append(devices().pinned((self._chunks, CHUNK_BYTES), torch.uint8))
+        self._turn = (self._turn + 1) % len(self._buffers)
         if (left := self._left[self._turn]) is not None:
             left.synchronize()
-        room = self._rooms[self._turn]
+        buffer = self._buffers[self._turn]
         reader.read_pieces(
             {
                 chunk: [Piece(0, memoryview(part[:used].numpy().data))]
-                for chunk, used, part in zip(window.chunks, window.used, room, strict=False)
+                for chunk, used, part in zip(window.chunks, window.used, buffer, strict=False)
             }
         )
-        return [room.view(-1)[: (len(window.chunks) - 1) * CHUNK_BYTES + window.used[-1]]]
+        return [buffer.view(-1)[: (len(window.chunks) - 1) * CHUNK_BYTES + window.used[-1]]]
 
     def mark(self, device: torch.device) -> None:
-        """Note that everything queued so far on the device may read the room that was filled
+        """Note that everything queued so far on the device may read the buffer that was filled
         last."""
         self._left[self._turn] = devices().mark(devices().current(device))
 
@@ -350,8 +350,8 @@ class _Fill:
 
 @dataclass(slots=True, eq=False)
 class RestorePlan:
-    """What restores of states of one ``layout`` into the same objects have in common: only the
-    first of them looks at each tensor.
+    """A plan that restores into the same objects share, for states of one ``layout``. Only the
+    first restore inspects each tensor.
 
     ``wanted`` are the paths of the tensors that the objects need, and ``homes`` the live tensors
     that receive them, by index. ``placements`` shows whether these are still as they were. Belongs

@@ -241,8 +241,8 @@ class Findings:
         self.kept_in_place += [each for each in found if isinstance(each, torch.Tensor)]
 
     def are_in_place(self, given: Iterable[torch.Tensor]) -> bool:
-        """Whether each of these live tensors, which stand for stored ones, is where its own stored
-        one goes."""
+        """Whether each of these live tensors was given as a stored one, and is at the place of that
+        one."""
         found = {*map(id, self.kept_in_place)}
         found.update([id(each.live) for each in self.targets if each.live is each.stored])
         return found.issuperset(map(id, given))

@@ -1,4 +1,4 @@
-"""The samples that ``outliers`` scores, and what a model says of each.
+"""The samples that ``outliers`` scores, and the outputs of a model for each.
 
 ``Indexed`` calls the user's loss by index. ``Batches`` reads a loader once for each state. Both
 keep only numbers for each sample, so memory does not depend on the size of a sample.
@@ -36,7 +36,7 @@ _CHANGED = (
 
 
 class Task(StrEnum):
-    """What the model learns; samples that are checked for ``unknown inputs`` need no targets."""
+    """The task of the model. Samples that are checked for ``unknown inputs`` need no targets."""
 
     CLASSIFICATION = "classification"
     REGRESSION = "regression"
@@ -153,7 +153,7 @@ class Batches:
     def _divide(self, batch: Any) -> tuple[Any, Floats]:
         """The inputs of a batch, and its targets as numbers, ``[n]`` or ``[n, k]``."""
         if self.task is Task.UNKNOWN_INPUTS:
-            # the targets are not used, and a sum tells whether the samples come in the same order
+            # the targets are not used, and a sum shows whether the samples come in the same order
             inputs = batch[0] if isinstance(batch, list | tuple) and len(batch) == 2 else batch
             return inputs, _sums(inputs)
         if not isinstance(batch, list | tuple) or len(batch) != 2:
@@ -221,7 +221,7 @@ class Batches:
 
 
 def _margins(outputs: Tensor, label: Tensor) -> Floats:
-    """How far the largest other output exceeds that of the label, ``[n]``."""
+    """How far the largest other output exceeds the output of the label, ``[n]``."""
     column = label[:, None]
     return _plain(
         outputs.scatter(1, column, -torch.inf).amax(dim=1) - outputs.gather(1, column)[:, 0]
@@ -247,7 +247,7 @@ def _part(inputs: Any, at: Tensor, device: torch.device) -> Any:
 
 
 def _sums(inputs: Any) -> Floats:
-    """A number for each sample that tells whether the samples come in the same order."""
+    """A number for each sample that shows whether the samples come in the same order."""
     if isinstance(inputs, Mapping):
         inputs = next(iter(inputs.values()))
     if not isinstance(inputs, Tensor):
@@ -273,7 +273,7 @@ def _watching(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _features(seen: list[Tensor], outputs: Tensor) -> Tensor:
-    """``[n, d]``: the mean over all dimensions but the first and the last. The outputs stand in for
+    """``[n, d]``: the mean over all dimensions but the first and the last. The outputs replace
     a model without a linear layer."""
     found = seen[-1] if seen and len(seen[-1]) == len(outputs) else outputs
     found = found.detach().to("cpu", torch.float64)

@@ -464,7 +464,7 @@ def choose(
 
 
 def scores_of(numbers: Numbers, chosen: Sequence[Score]) -> Scores:
-    """The chosen scores. Those of the lineage come from variants that held samples out if there is
+    """The chosen scores. The scores of the lineage come from variants that held samples out if there is
     no lineage."""
     kind = "lineage" if numbers.lineage else "held_out"
     columns: dict[str, Floats | None] = {}
@@ -593,7 +593,7 @@ class SampleScore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """What is known of each sample besides its scores. ``curve`` has the losses ``[n]`` under each
+    """The facts about each sample, next to its scores. ``curve`` has the losses ``[n]`` under each
     state of the first branch."""
 
     names: Sequence[str] | Callable[[int], str] | None = None

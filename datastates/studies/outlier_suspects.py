@@ -102,7 +102,7 @@ def by_another_class(
 
 
 def _share(mine: Floats, other: Floats, quantile: float) -> float:
-    """The share of ``mine`` above a quantile of ``other``, relative to that of ``other``."""
+    """The share of ``mine`` above a quantile of ``other``, relative to the share of ``other``."""
     if not other.size:
         return 0.0
     limit = np.quantile(other, quantile)

@@ -88,7 +88,7 @@ def scribbling(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_from_memory_that_the_device_reads(
     late: LateDevices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scribbling: None
 ) -> None:
-    monkeypatch.setattr(loading._Rooms, "read", lambda *_: pytest.fail("through rooms"))
+    monkeypatch.setattr(loading._PinnedBuffers, "read", lambda *_: pytest.fail("through rooms"))
     with (
         late.running(),
         datastates.open(tmp_path, config=CONFIG) as repo,
@@ -123,7 +123,7 @@ def test_from_files(late: LateDevices, tmp_path: Path, small_rooms: None) -> Non
 @pytest.mark.parametrize(
     ("place", "wait", "is_pinned"),
     [
-        ((loading._Rooms, "read"), "left.synchronize()", False),
+        ((loading._PinnedBuffers, "read"), "left.synchronize()", False),
         (
             (loading.DeviceFill, "fill"),
             "devices().mark(devices().current(device)).synchronize()",
