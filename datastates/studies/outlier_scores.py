@@ -464,8 +464,7 @@ def choose(
 
 
 def scores_of(numbers: Numbers, chosen: Sequence[Score]) -> Scores:
-    """The chosen scores. The scores of the lineage come from variants that held samples out if there is
-    no lineage."""
+    """The chosen scores. If there is no lineage, variants that held samples out give its scores."""
     kind = "lineage" if numbers.lineage else "held_out"
     columns: dict[str, Floats | None] = {}
     for score in chosen:
