@@ -9,6 +9,7 @@ Each training runs in a separate process, which computes on one thread (``kept.T
 methods take turns in each round. ``captured`` writes nothing to disk, ``durable`` writes every
 state. ``over`` compares the time of all steps with the same steps of ``plain``. ``blocked`` is the
 time in ``capture``, ``CPU`` the processor time of the training process, both for each step.
+``agent`` is the processor time of the agent and of the process that writes, for each GB on disk.
 
 ``--restart`` kills a training whose state has 1.25 GB, and starts it again. The time is from the
 call of ``track`` until the live tensors have the state. The state comes from the memory that the
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,10 +106,11 @@ def steps(folder: Path, size: str, step_ms: float, seconds: float, rounds: int) 
             spread([run["wall_s"] / base - 1 for run, base in zip(each, plain, strict=True)], 100),
             spread([run.get("blocked_s", 0.0) / count for run in each], 1e3),
             spread([run["cpu_s"] / count for run in each], 1e3),
+            spread([run["agent_s_per_gb"] for run in each]) if "agent_s_per_gb" in each[0] else "",
         ]
         for method, each in runs.items()
     ]
-    header = ["method", "step, ms", "over, %", "blocked, ms", "CPU, ms"]
+    header = ["method", "step, ms", "over, %", "blocked, ms", "CPU, ms", "agent, CPU s/GB"]
     return f"\nstates of {size}, {count} steps, {rounds} rounds\n" + table(header, rows)
 
 
@@ -131,7 +134,23 @@ def train(job: Job) -> dict[str, float]:
             run.capture()
             blocked += time.perf_counter() - before
         wall, used = time.perf_counter() - began, time.process_time() - cpu
-    return {"wall_s": wall, "cpu_s": used, "blocked_s": blocked}
+        repo.flush()
+        found = {"wall_s": wall, "cpu_s": used, "blocked_s": blocked}
+        if memory != "inline" and (written := repo.stats().bytes_stored):
+            found["agent_s_per_gb"] = _agent_cpu_s() / written * 1e9
+    return found
+
+
+def _agent_cpu_s() -> float:
+    """The processor time of the agent, and of the processes that write and report for it."""
+    mine, ticks = os.environ["DATASTATES_AGENT_DIR"].encode(), 0
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_agent = b"datastates.agent." in (path / "cmdline").read_bytes()
+            if is_agent and mine in (path / "environ").read_bytes():
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _config(memory: str, *, is_durable: bool) -> Config:
