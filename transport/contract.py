@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -107,6 +107,17 @@ class OnDevice:
         return self.memory.nbytes
 
 
+Destination = Sequence[memoryview] | OnDevice
+"""The memory that receives a chunk: writable pieces of host memory in order, or a device's."""
+
+
+def size_of(destination: Destination) -> int:
+    """How many bytes a destination receives."""
+    if isinstance(destination, OnDevice):
+        return destination.nbytes
+    return sum(piece.nbytes for piece in destination)
+
+
 class Link(ABC):
     """The data plane to one peer. Any number of sends and receives may be under way at once."""
 
@@ -131,29 +142,29 @@ class Link(ABC):
         """
 
     def send_all(
-        self, tag: int, data: Sequence[memoryview], moved: Callable[[], None]
+        self, tag: int, data: Sequence[memoryview], moved: Callable[[int], None]
     ) -> asyncio.Future[Any]:
         """Begin to ``send`` each piece, to the receivers of ``tag`` and of the tags that follow
-        it. ``moved`` is called, on any thread, whenever a piece has left. The future reports
-        errors."""
+        it. ``moved`` is called with the number of each piece that has left, on any thread. The
+        future reports errors."""
         return asyncio.gather(
-            *(_told(self.send(tag + n, piece), moved) for n, piece in enumerate(data))
+            *(_told(self.send(tag + n, piece), moved, n) for n, piece in enumerate(data))
         )
 
     def receive_all(
-        self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]
+        self, tag: int, into: Sequence[memoryview], moved: Callable[[int], None]
     ) -> asyncio.Future[Any]:
         """Begin to ``receive`` into each piece, from the senders of ``tag`` and of the tags that
         follow it, as ``send_all`` does."""
         return asyncio.gather(
-            *(_told(self.receive(tag + n, piece), moved) for n, piece in enumerate(into))
+            *(_told(self.receive(tag + n, piece), moved, n) for n, piece in enumerate(into))
         )
 
     def receive_there(
-        self, tag: int, into: OnDevice, moved: Callable[[], None]
+        self, tag: int, into: Sequence[OnDevice], moved: Callable[[int], None]
     ) -> asyncio.Future[Any]:
-        """``receive_all`` into memory of a device, for data planes that can write there. Once it is
-        done, only this process can change the bytes.
+        """``receive_all`` into memory of one device, for data planes that can write there. Once a
+        piece has moved, only this process can change its bytes.
 
         :raises InvalidInput: this data plane cannot.
         """
@@ -176,9 +187,9 @@ class Link(ABC):
         Once this returns no buffer is read or written any more."""
 
 
-async def _told(move: Coroutine[Any, Any, None], moved: Callable[[], None]) -> None:
+async def _told(move: Coroutine[Any, Any, None], moved: Callable[[int], None], number: int) -> None:
     await move
-    moved()
+    moved(number)
 
 
 class Listener(ABC):
@@ -335,8 +346,8 @@ class Sink(ABC):
 class Feed(ABC):
     """A state that a peer holds open for us.
 
-    ``name`` is the peer, for messages. With ``is_bound``, ``receive`` is likely to return True.
-    With ``reaches_devices``, ``receive_there`` may be called.
+    ``name`` is the peer, for messages. With ``is_bound``, its chunks are likely to be bound. With
+    ``reaches_devices``, chunks may be received on a device.
     """
 
     name: str
@@ -344,21 +355,21 @@ class Feed(ABC):
     reaches_devices: bool = False
 
     @abstractmethod
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill ``buffers`` with the bytes of a chunk. Several calls run at once. However a call
-        ends, even if it is cancelled, its buffers are not written afterwards.
+    async def receive(
+        self, chunks: Mapping[int, Destination], arrived: Callable[[int, bool], None]
+    ) -> None:
+        """Fill the memory of some chunks. Several calls run at once.
 
-        True means that the channel proves that the peer sent the bytes. Otherwise anybody may have
-        sent them. In both cases the caller compares digests.
+        ``arrived`` is called with the index of each chunk that is there, on any thread; the chunk
+        is not written any more. Its second argument tells whether the chunk is *bound*: whether
+        the channel proves that the peer sent the bytes. Otherwise anybody may have sent them. In
+        both cases the caller compares digests.
 
-        :raises DatastatesError: the error that kept the peer from sending the chunk.
+        However a call ends, even if it is cancelled, no memory is written afterwards, and
+        ``arrived`` is not called any more.
+
+        :raises DatastatesError: the error that kept the peer from sending a chunk.
         """
-
-    async def receive_there(self, index: int, into: OnDevice) -> bool:
-        """Like ``receive``, into memory of a device."""
-        raise InvalidInput(
-            f"chunk {index} was to be received on a device, which {self.name} does not reach"
-        )
 
     @abstractmethod
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:

@@ -239,28 +239,29 @@ class Lanes(End):
             await self._link.abort()
 
 
-def _no_callback() -> None:
+def _no_callback(number: int) -> None:
     pass
 
 
 @dataclass(slots=True, eq=False)
 class _Moving:
-    """The pieces of a chunk under way; the link guards ``left``.
+    """The pieces of some chunks under way; the link guards ``left``.
 
     ``is_alone``: the task that waits for it is woken at once."""
 
     left: int
     done: asyncio.Future[None]
-    moved: Callable[[], None] = _no_callback
+    moved: Callable[[int], None] = _no_callback
     is_alone: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Memory that waits for a message."""
+    """Memory that waits for a message: piece ``number`` of what is moving."""
 
     into: memoryview
     moving: _Moving
+    number: int
 
 
 @dataclass(slots=True, eq=False)
@@ -303,7 +304,7 @@ class _LanesLink(Link):
         await self.receive_all(tag, [into], None)
 
     def send_all(
-        self, tag: int, data: Sequence[memoryview], moved: Callable[[], None] | None
+        self, tag: int, data: Sequence[memoryview], moved: Callable[[int], None] | None
     ) -> asyncio.Future[None]:
         """Let one lane send all of it, straight from where the bytes are. The link must be aborted
         when the future is cancelled."""
@@ -315,7 +316,7 @@ class _LanesLink(Link):
         return moving.done
 
     def receive_all(
-        self, tag: int, into: Sequence[memoryview], moved: Callable[[], None] | None
+        self, tag: int, into: Sequence[memoryview], moved: Callable[[int], None] | None
     ) -> asyncio.Future[None]:
         """Let memory wait for any lane, which receives straight into it. The link must be aborted
         when the future is cancelled."""
@@ -327,7 +328,7 @@ class _LanesLink(Link):
                     return moving.done
                 self._wait_for(moving)
                 self._slots.update(
-                    (tag + n, _Slot(_flat(piece), moving)) for n, piece in enumerate(into)
+                    (tag + n, _Slot(_flat(piece), moving, n)) for n, piece in enumerate(into)
                 )
                 self._changed.notify_all()
         return moving.done
@@ -356,7 +357,7 @@ class _LanesLink(Link):
             lane.cut()
         return len(self._lanes)
 
-    def _moving(self, left: int, moved: Callable[[], None] | None) -> _Moving:
+    def _moving(self, left: int, moved: Callable[[int], None] | None) -> _Moving:
         done = self._loop.create_future()
         return _Moving(left, done, moved or _no_callback, is_alone=moved is None)
 
@@ -586,7 +587,7 @@ class _Lane:
         while (outgoing := link.next_outgoing(self)) is not None:
             for n, data in enumerate(outgoing.data):
                 self._put(memoryview(_message.pack(outgoing.tag + n, data.nbytes)), data)
-                outgoing.moving.moved()
+                outgoing.moving.moved(n)
             link.moved(self, outgoing.moving, len(outgoing.data))
             del outgoing, data
 
@@ -606,7 +607,7 @@ class _Lane:
             slot = link.next_slot(self, tag, length)
             if slot is None or not self._fill(slot.into):
                 return
-            slot.moving.moved()
+            slot.moving.moved(slot.number)
             link.moved(self, slot.moving)
             del slot
 

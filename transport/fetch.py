@@ -8,20 +8,19 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any
 
 import msgspec
 
 from datastates.errors import Corrupt, DatastatesError, Disconnected, InvalidInput, Unavailable
-from datastates.system.failures import describe, revive
+from datastates.system.failures import again, describe, revive
 from datastates.system.logs import RateLimitFilter
 
-from .contract import Feed, Sink
+from .contract import Destination, Feed, OnDevice, Sink
 from .data_plane import finish, mark_retrieved
 from .fetch_schedule import (
     Absent,
@@ -37,66 +36,66 @@ from .fetch_schedule import (
     Refuse,
     Refuted,
     Returned,
+    Room,
     Schedule,
     Start,
     Stuck,
     Tick,
 )
+from .protocol import DIGESTS, RUN
 from .sending import DAMAGED, digest_of
 
-_BATCH = 8  # chunks in one request; the next request is sent along with it
+_FIRST_BATCH = RUN  # chunks in the first request for digests
+
+Told = tuple[Feed, bytes] | DatastatesError
+"""A digest, with the feed that gave it; or why no feed could give it."""
 
 
 class OriginDigests:
-    """Digests by index, in the ``order`` in which the chunks will come. Belongs to the loop thread.
+    """Digests of chunks, in the ``order`` in which these will come. Belongs to the loop thread.
 
     ``origins`` returns the feeds that can give digests now, the best first. If one cannot answer,
-    the next is used.
+    the next is used. ``told`` is called with the outcome for each chunk.
     """
 
-    def __init__(self, order: Sequence[int], origins: Callable[[], Sequence[Feed]]) -> None:
-        self._batches = [
-            tuple(order[start : start + _BATCH]) for start in range(0, len(order), _BATCH)
-        ]
-        self._place = {
-            index: number for number, batch in enumerate(self._batches) for index in batch
-        }
-        self._origins = origins
-        self._told: dict[int, asyncio.Future[tuple[Feed, bytes]]] = {}
+    def __init__(
+        self,
+        order: Sequence[int],
+        origins: Callable[[], Sequence[Feed]],
+        told: Callable[[Mapping[int, Told]], None],
+    ) -> None:
+        self._batches = list[Sequence[int]]()
+        self._place = dict[int, int]()
+        start, size = 0, _FIRST_BATCH
+        while start < len(order):
+            batch = order[start : start + size]
+            self._place |= dict.fromkeys(batch, len(self._batches))
+            self._batches.append(batch)
+            start, size = start + size, DIGESTS
+        self._origins, self._told = origins, told
+        self._next = 0
         self._asking: set[asyncio.Task[None]] = set()
 
     def ahead(self, index: int) -> None:
         """Request the digest of a chunk that is being fetched, and the digests of the next ones."""
-        for number in (self._place[index], self._place[index] + 1):
-            if number < len(self._batches) and self._batches[number][0] not in self._told:
-                self._ask(self._batches[number])
-
-    def of(self, index: int) -> asyncio.Future[tuple[Feed, bytes]]:
-        """The digest of a chunk, with the origin that gave it; fails if no origin can."""
-        self.ahead(index)
-        return self._told[index]
+        while self._next < min(self._place[index] + 2, len(self._batches)):
+            task = asyncio.create_task(self._ask(self._batches[self._next]))
+            self._next += 1
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
 
     async def close(self) -> None:
-        """Ask nothing more; waiting callers are cancelled."""
+        """Ask nothing more."""
         for task in self._asking:
             task.cancel()
-        for told in self._told.values():
-            told.cancel()
         if self._asking:
             await asyncio.wait(self._asking)
 
-    def _ask(self, batch: tuple[int, ...]) -> None:
-        loop = asyncio.get_running_loop()
-        for index in batch:
-            self._told[index] = told = loop.create_future()
-            told.add_done_callback(mark_retrieved)  # the chunk may never come
-        task = asyncio.create_task(self._hear(batch))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
-
-    async def _hear(self, batch: tuple[int, ...]) -> None:
+    async def _ask(self, batch: Sequence[int]) -> None:
         left, asked = list(batch), list[Feed]()
-        error: BaseException = Disconnected("no source is left that has the digests of the chunks")
+        error: DatastatesError = Disconnected(
+            "no source is left that has the digests of the chunks"
+        )
         while (
             left
             and (origin := next((each for each in self._origins() if each not in asked), None))
@@ -104,27 +103,25 @@ class OriginDigests:
         ):
             asked.append(origin)
             try:
-                said = await origin.digests(left)
+                found = dict(zip(left, await origin.digests(left), strict=True))
             except DatastatesError as exc:
                 error = exc
                 continue
-            for index, digest in zip(list(left), said, strict=True):
-                if digest == DAMAGED:
-                    error = Corrupt(
-                        f"chunk {index} is damaged at {origin.name}: clone from another peer"
-                    )
-                    continue
-                left.remove(index)
-                if not self._told[index].done():
-                    self._told[index].set_result((origin, digest))
-        for index in left:
-            if not self._told[index].done():
-                self._told[index].set_exception(error)
+            left = [index for index, digest in found.items() if digest == DAMAGED]
+            self._told({index: (origin, found[index]) for index in found.keys() - set(left)})
+            if left:
+                error = Corrupt(
+                    f"chunk {left[0]} is damaged at {origin.name}: clone from another peer"
+                )
+        self._told(dict.fromkeys(left, error))
 
 
 _THREADS = 2
 _TICK_S = 0.1
-_AT_ONCE = 3  # how many verdicts wake the loop together
+_AT_ONCE = 8  # how many verdicts wake the loop together
+_WINDOW = 8  # chunks that a feed of several has under way; a feed that is alone has two runs
+_UNITS = 4  # a feed that is alone brings the chunks in at least so many units
+_UNITS_OF_MANY = 50  # a feed of several, since they divide the units by their speed
 _logger = logging.getLogger(__name__)
 _logger.addFilter(RateLimitFilter())
 
@@ -146,7 +143,7 @@ async def fetch(
     *,
     late: Sequence[Awaitable[Feed]] = (),
     origin: Feed | None = None,
-    window: int = 8,
+    window: int | None = None,
     timeout_s: float = 10.0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Fetched:
@@ -159,7 +156,8 @@ async def fetch(
         They are cancelled when they are no longer needed.
     :param origin: The feed whose digests count, whichever feed brings the chunks.
         By default it is the first of ``feeds``, and when that fails the next one.
-    :param window: How many chunks each feed has under way.
+    :param window: How many chunks of 4 MiB each feed has under way, by default 8. A feed that is
+        alone has 64.
     :param timeout_s: How long the sink may be full while nothing is under way. A feed detects a
         silent peer itself.
     :param on_progress: Called on the loop thread with the bytes that were accepted and the total
@@ -173,7 +171,7 @@ async def fetch(
             f"{len(missing)} chunks are missing and there is no feed to receive them from: pass at"
             " least one"
         )
-    if window < 1:
+    if window is not None and window < 1:
         raise InvalidInput(f"a window of {window} chunks would bring none: pass at least 1")
     run = _Run(
         sink,
@@ -214,7 +212,7 @@ async def fetch_with_fallback(
     *,
     progress: FetchProgress,
     origin: Feed | None = None,
-    window: int = 8,
+    window: int | None = None,
     timeout_s: float = 10.0,
 ) -> Fetched:
     """``fetch``, repeated for the missing chunks whenever it fails. ``fallback`` gets the feeds
@@ -262,6 +260,37 @@ class _Verdict(Enum):
     WRONG = auto()
 
 
+@dataclass(slots=True, eq=False)
+class _Unit:
+    """Chunks that are requested together. ``left`` are those that were not accepted yet. The other
+    attributes are about the present request.
+
+    ``buffers`` has the chunks without a verdict. ``waiting`` counts those that have not arrived,
+    ``checking`` those that are being checked; the lock of ``_Run`` guards both. ``rechecking``
+    counts the wrong chunks about which the feed is asked."""
+
+    left: list[int]
+    feed: int = 0
+    is_origin: bool = False
+    buffers: dict[int, Destination] = field(default_factory=dict)
+    waiting: int = 0
+    checking: int = 0
+    rechecking: int = 0
+    task: asyncio.Task[None] | None = None
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """The outcome for a chunk. ``told`` is the digest with which it was compared, and whose that
+    is."""
+
+    unit: _Unit
+    index: int
+    told: tuple[Feed, bytes] | None
+    done: Future[_Verdict]
+
+
 class _Run:
     """The tasks, threads and errors of one ``fetch``."""
 
@@ -272,7 +301,7 @@ class _Run:
         expected: int,
         *,
         origin: Feed | None,
-        window: int,
+        window: int | None,
         timeout_s: float,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
@@ -280,8 +309,18 @@ class _Run:
         self._clock = self._loop.time
         self._began = self._clock()
         self._sink, self._lengths = sink, sink.lengths
+        is_one = expected <= 1
+        window = (2 * RUN if is_one else _WINDOW) if window is None else window
+        least = _UNITS if is_one else _UNITS_OF_MANY * expected
+        size = max(1, min(RUN, window // 2, len(missing) // least))
+        self._units = [_Unit(list(missing[at : at + size])) for at in range(0, len(missing), size)]
         self._schedule = Schedule(
-            missing, window=window, expected=expected, timeout_s=timeout_s, now=self._began
+            range(len(self._units)),
+            window=window // size,
+            expected=expected,
+            timeout_s=timeout_s,
+            now=self._began,
+            backlog=max(1, _WINDOW // size),
         )
         self._bytes_done, self._bytes_total = 0, sum(self._lengths[index] for index in missing)
         self._chunks = 0
@@ -291,16 +330,16 @@ class _Run:
         self._bytes: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(_THREADS, "datastates-verify")
         self._connecting: set[asyncio.Future[Feed]] = set()
-        self._flying: dict[tuple[int, int], asyncio.Task[bool]] = {}
-        self._checking: dict[int, int] = {}
+        self._flying: dict[int, _Unit] = {}
         self._lock = threading.Lock()
-        self._verdicts: list[tuple[int, tuple[Feed, bytes] | None, Future[_Verdict]]] = []
-        self._verifying = 0
-        self._buffers: dict[int, Sequence[memoryview]] = {}
+        self._told: dict[int, Told] = {}
+        self._untold: dict[int, _Unit] = {}
+        self._verdicts: list[_Checked] = []
         self._origin = origin
-        self._digests = OriginDigests(missing, self._origins)
+        self._digests = OriginDigests(missing, self._origins, self._on_told)
         self._rechecking: set[asyncio.Task[None]] = set()
-        self._is_stopping, self._is_quiet = False, asyncio.Event()
+        self._is_full = self._is_stopping = False
+        self._is_quiet = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self.end: asyncio.Future[None] = self._loop.create_future()
 
@@ -316,17 +355,22 @@ class _Run:
 
     async def stop(self) -> None:
         """Cancel everything under way, and wait until nothing is."""
-        self._is_stopping = True
+        with self._lock:
+            self._is_stopping = True
+            for unit in self._untold.values():
+                unit.checking -= 1
         if self._timer is not None:
             self._timer.cancel()
         for future in self._connecting:
             future.cancel()
-        for task in self._flying.values():
-            task.cancel()
+        for unit in self._flying.values():
+            if unit.task is not None:
+                unit.task.cancel()
         for confronting in self._rechecking:
             confronting.cancel()
         await self._digests.close()
-        while self._connecting or self._flying or self._checking:
+        self._settle()
+        while self._connecting or self._flying:
             self._is_quiet.clear()
             await self._is_quiet.wait()
         self._threads.shutdown()  # joins threads that have nothing to do
@@ -346,13 +390,19 @@ class _Run:
         """Act on an event. An error in here is the sink's, or ours, and ends the clone."""
         if self._is_stopping or self.end.done():
             return
-        refused: list[Start] = []
+        refused, split = list[Start](), None
         try:
             for action in self._schedule.handle(event):
                 match action:
-                    case Start():
-                        if refused or not self._start(action.feed, action.index):
+                    case Start() if refused or split is not None:
+                        refused.append(action)
+                    case Start(number, unit):
+                        buffers = self._buffers(number, self._units[unit])
+                        if not buffers:
                             refused.append(action)
+                            continue
+                        split = self._split(unit, len(buffers))
+                        self._start(number, unit, buffers)
                     case Drop(number):
                         self._drop(number)
                     case Done():
@@ -361,38 +411,62 @@ class _Run:
                         self.end.set_exception(self._failure(action))
         except Exception as exc:  # ``fetch`` raises it, whatever it is
             self._fail(exc)
-        if refused:
-            self._handle(NoRoom(tuple(refused), self._clock()))
+        if refused or split is not None:
+            self._is_full = True
+            self._handle(NoRoom(tuple(refused), self._clock(), split))
 
-    def _start(self, number: int, index: int) -> bool:
+    def _buffers(self, number: int, unit: _Unit) -> dict[int, Destination]:
+        """The memory for the first chunks of a unit, as many as there is memory for.
+
+        A chunk goes to a device only if its bytes are the origin's own, because the host does not
+        look at them."""
         feed = self._feeds[number]
-        is_sure = feed.is_bound and self._is_origin(number)
-        receiving = self._receiving_there(feed, index) if is_sure else None
-        if receiving is None:
-            buffers = self._sink.buffers(index)
-            if buffers is None:
-                return False
-            receiving, self._buffers[index] = feed.receive(index, buffers), buffers
-        if not is_sure:
-            self._digests.ahead(index)
-        task = self._loop.create_task(receiving)
-        self._flying[number, index] = task
-        task.add_done_callback(partial(self._on_received, number, index))
-        return True
+        is_there = feed.reaches_devices and feed.is_bound and self._is_origin(number)
+        found, into = dict[int, Destination](), None
+        try:
+            for index in unit.left:
+                there = self._sink.device_buffer(index) if is_there else None
+                if there is None and into is not None and isinstance(into, OnDevice):
+                    break  # perhaps there will be room on the device
+                into = self._sink.buffers(index) if there is None else there
+                if into is None:
+                    break
+                found[index] = into
+        except BaseException:
+            for index in found:
+                self._forget(index)
+            raise
+        return found
 
-    def _receiving_there(self, feed: Feed, index: int) -> Coroutine[Any, Any, bool] | None:
-        """The coroutine that receives a chunk on a device, if possible; the bytes are the
-        origin's own, so the host need not look at them."""
-        into = self._sink.device_buffer(index) if feed.reaches_devices else None
-        if into is None:
+    def _split(self, number: int, count: int) -> tuple[int, int] | None:
+        """Make a new unit of all but the first ``count`` chunks of a unit, if there are more."""
+        unit = self._units[number]
+        if count == len(unit.left):
             return None
-        self._buffers[index] = ()
-        return feed.receive_there(index, into)
+        self._units.append(_Unit(unit.left[count:]))
+        del unit.left[count:]
+        return number, len(self._units) - 1
+
+    def _start(self, number: int, place: int, buffers: dict[int, Destination]) -> None:
+        feed, left = self._feeds[number], self._units[place].left
+        unit = self._units[place] = self._flying[place] = _Unit(
+            left, number, self._is_origin(number), buffers, waiting=len(buffers)
+        )
+        if not (feed.is_bound and unit.is_origin):
+            self._ask_ahead(left[-1])
+        unit.task = self._loop.create_task(
+            feed.receive(dict(buffers), partial(self._on_arrived, unit))
+        )
+        unit.task.add_done_callback(partial(self._on_received, place, unit))
 
     def _drop(self, number: int) -> None:
-        for (feed, _), task in self._flying.items():
-            if feed == number:
-                task.cancel()
+        for unit in self._flying.values():
+            if unit.feed == number and unit.task is not None:
+                unit.task.cancel()
+
+    def _ask_ahead(self, index: int) -> None:
+        if not self._is_stopping:
+            self._digests.ahead(index)
 
     def _on_connected(self, number: int, future: asyncio.Future[Feed]) -> None:
         self._connecting.discard(future)
@@ -409,100 +483,128 @@ class _Run:
             self._handle(Joined((number,), self._clock()))
         self._look()
 
-    def _on_received(self, number: int, index: int, task: asyncio.Task[bool]) -> None:
-        del self._flying[number, index]
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is None and not self._is_stopping:
-            self._checking[index] = number
-            if task.result() and self._is_origin(number):
-                self._check(index, None)
-            else:
-                self._digests.of(index).add_done_callback(partial(self._on_told, index))
-            self._handle(Received(number, index, self._clock()))
-            return
-        self._forget(index)
-        if error is None or task.cancelling():
-            self._handle(Returned(number, index, self._clock()))
+    def _on_arrived(self, unit: _Unit, index: int, is_bound: bool) -> None:
+        """Have a chunk checked as soon as its digest is known; on any thread."""
+        told: Told | None = None
+        with self._lock:
+            if self._is_stopping:
+                return
+            unit.waiting -= 1
+            is_sure = is_bound and unit.is_origin
+            if not is_sure and (told := self._told.get(index)) is None:
+                self._untold[index] = unit
+            unit.checking += 1
+        if is_sure or told is not None:
+            self._check(unit, index, told)
         else:
-            self._errors.setdefault(number, _named(self._feeds[number].name, error))
-            self._handle(Lost(number, index, self._clock()))
-        self._look()
+            self._loop.call_soon_threadsafe(self._ask_ahead, index)
 
-    def _on_told(self, index: int, told: asyncio.Future[tuple[Feed, bytes]]) -> None:
-        """Take the origin's answer about a chunk that has come."""
-        if not told.cancelled() and told.exception() is None and not self._is_stopping:
-            self._check(index, told.result())
-            return
-        del self._checking[index]
-        self._forget(index)
-        if not told.cancelled() and (error := told.exception()) is not None:
-            self._fail(error)
-        self._look()
-
-    def _check(self, index: int, told: tuple[Feed, bytes] | None) -> None:
+    def _on_told(self, told: Mapping[int, Told]) -> None:
         with self._lock:
-            self._verifying += 1
-        future = self._threads.submit(self._verify, index, None if told is None else told[1])
-        future.add_done_callback(lambda done: self._verified(index, told, done))
+            if self._is_stopping:
+                return
+            self._told |= told
+            ready = [(index, self._untold.pop(index)) for index in told if index in self._untold]
+        for index, unit in ready:
+            self._check(unit, index, told[index])
 
-    def _verified(
-        self, index: int, told: tuple[Feed, bytes] | None, done: Future[_Verdict]
-    ) -> None:
-        """Report some verdicts to the loop at once, unless no further one is to come; runs in a
-        thread."""
-        with self._lock:
-            self._verdicts.append((index, told, done))
-            self._verifying -= 1
-            is_due = len(self._verdicts) >= _AT_ONCE or not self._verifying
-        if is_due:
-            self._loop.call_soon_threadsafe(self._on_verified)
+    def _check(self, unit: _Unit, index: int, told: Told | None) -> None:
+        future = self._threads.submit(self._verify, index, unit.buffers[index], told)
+        asked = None if isinstance(told, DatastatesError) else told
+        future.add_done_callback(lambda done: self._verified(_Checked(unit, index, asked, done)))
 
-    def _on_verified(self) -> None:
-        with self._lock:
-            verdicts, self._verdicts = self._verdicts, []
-        for verdict in verdicts:
-            self._on_checked(*verdict)
-
-    def _verify(self, index: int, wanted: bytes | None) -> _Verdict:
+    def _verify(self, index: int, received: Destination, told: Told | None) -> _Verdict:
         """Verify a chunk in a thread: first the digest that cannot be forged, then the sink's
         own, which guards against rot."""
-        if wanted is not None and digest_of(self._buffers[index]) != wanted:
-            self._sink.forget(index)
-            return _Verdict.OTHER
+        if isinstance(told, DatastatesError):
+            raise again(told)
+        if told is not None:
+            assert not isinstance(received, OnDevice), "only the origin's own bytes go to a device"
+            if digest_of(received) != told[1]:
+                self._sink.forget(index)
+                return _Verdict.OTHER
         return _Verdict.RIGHT if self._sink.accept(index) else _Verdict.WRONG
 
-    def _on_checked(
-        self, index: int, told: tuple[Feed, bytes] | None, future: Future[_Verdict]
-    ) -> None:
-        number = self._checking[index]
-        del self._buffers[index]
-        if (error := future.exception()) is not None:
-            del self._checking[index]
-            self._forget(index)
-            self._fail(error)
-        elif future.result() is _Verdict.RIGHT:
-            del self._checking[index]
-            self._count(self._feeds[number].name, self._lengths[index])
-            self._handle(Accepted(index, self._clock()))
-        elif (
-            future.result() is _Verdict.OTHER
-            and told is not None
-            and told[0] is not self._feeds[number]
-            and not self._is_stopping
-        ):
-            task = self._loop.create_task(self._check_with_feed(number, index, *told))
-            self._rechecking.add(task)
-            task.add_done_callback(partial(self._on_rechecked, index))
-        else:
-            self._refute(index)
+    def _verified(self, checked: _Checked) -> None:
+        """Wake the loop for several verdicts at once, unless something waits for this one; runs in
+        a thread."""
+        unit = checked.unit
+        with self._lock:
+            self._verdicts.append(checked)
+            unit.checking -= 1
+            is_last = unit.checking == 0 and (unit.is_over or unit.waiting == 0)
+            is_due = is_last or self._is_full or len(self._verdicts) >= _AT_ONCE
+        if is_due:
+            self._loop.call_soon_threadsafe(self._settle)
+
+    def _on_received(self, place: int, unit: _Unit, task: asyncio.Task[None]) -> None:
+        unit.is_over = True
+        if not task.cancelled() and task.exception() is None:
+            self._handle(Received(unit.feed, place, self._clock()))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Act on the verdicts, and on units about which nothing more is to come."""
+        with self._lock:
+            verdicts, self._verdicts = self._verdicts, []
+            over = [
+                (place, unit)
+                for place, unit in self._flying.items()
+                if unit.is_over and not unit.checking
+            ]
+        for checked in verdicts:
+            self._on_checked(checked)
+        if verdicts and self._is_full:
+            self._is_full = False
+            self._handle(Room(self._clock()))
+        for place, unit in over:
+            if not unit.rechecking and self._flying.get(place) is unit:
+                del self._flying[place]
+                self._on_settled(place, unit)
         self._look()
 
-    async def _check_with_feed(self, number: int, index: int, origin: Feed, wanted: bytes) -> None:
+    def _on_checked(self, checked: _Checked) -> None:
+        unit, index, told = checked.unit, checked.index, checked.told
+        feed = self._feeds[unit.feed]
+        if (error := checked.done.exception()) is not None:
+            self._fail(error)
+            return
+        del unit.buffers[index]
+        if checked.done.result() is _Verdict.RIGHT:
+            unit.left.remove(index)
+            self._count(feed.name, self._lengths[index])
+            return
+        _logger.warning("chunk %d came from %s with a wrong digest", index, feed.name)
+        is_other = checked.done.result() is _Verdict.OTHER
+        if is_other and told is not None and told[0] is not feed and not self._is_stopping:
+            unit.rechecking += 1
+            task = self._loop.create_task(self._check_with_feed(feed, index, *told))
+            self._rechecking.add(task)
+            task.add_done_callback(partial(self._on_rechecked, unit))
+
+    def _on_settled(self, place: int, unit: _Unit) -> None:
+        assert unit.task is not None, "it was begun"
+        for index in unit.buffers:
+            self._forget(index)
+        now, number, task = self._clock(), unit.feed, unit.task
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if not unit.left:
+            if error is not None:
+                self._handle(Received(number, place, now))
+            self._handle(Accepted(place, now))
+        elif error is None:
+            self._handle(Refuted(place, now))
+        elif task.cancelling():
+            self._handle(Returned(number, place, now))
+        else:
+            self._errors.setdefault(number, _named(self._feeds[number].name, error))
+            self._handle(Lost(number, place, now))
+
+    async def _check_with_feed(self, feed: Feed, index: int, origin: Feed, wanted: bytes) -> None:
         """Compare a feed's own digest of a chunk with the digest of the origin.
 
         :raises Corrupt: they differ.
         """
-        feed = self._feeds[number]
         try:
             (said,) = await feed.digests([index])
         except DatastatesError:
@@ -514,19 +616,12 @@ class _Run:
                 " that you trust"
             )
 
-    def _on_rechecked(self, index: int, task: asyncio.Task[None]) -> None:
+    def _on_rechecked(self, unit: _Unit, task: asyncio.Task[None]) -> None:
         self._rechecking.discard(task)
+        unit.rechecking -= 1
         if not task.cancelled() and (error := task.exception()) is not None:
-            del self._checking[index]
             self._fail(error)
-        else:
-            self._refute(index)
-        self._look()
-
-    def _refute(self, index: int) -> None:
-        name = self._feeds[self._checking.pop(index)].name
-        _logger.warning("chunk %d came from %s with a wrong digest", index, name)
-        self._handle(Refuted(index, self._clock()))
+        self._settle()
 
     def _origins(self) -> Sequence[Feed]:
         """The feeds whose digests may be used, the best first."""
@@ -551,7 +646,6 @@ class _Run:
             self._on_progress = None
 
     def _forget(self, index: int) -> None:
-        self._buffers.pop(index, None)
         try:
             self._sink.forget(index)
         except Exception as exc:  # ``fetch`` raises it
@@ -562,20 +656,21 @@ class _Run:
             self.end.set_exception(error)
 
     def _look(self) -> None:
-        if not (self._connecting or self._flying or self._checking):
+        if not (self._connecting or self._flying):
             self._is_quiet.set()
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._settle()
         self._handle(Tick(self._clock()))
 
     def _failure(self, action: Refuse | GiveUp | Stuck) -> BaseException:
         match action:
-            case Refuse(index, numbers):
+            case Refuse(unit, numbers):
                 names = " and then from ".join(self._feeds[number].name for number in numbers)
                 return Corrupt(
-                    f"chunk {index} came from {names}, and failed its digest both times: clone from"
-                    " another peer; the rest is kept"
+                    f"chunk {self._units[unit].left[0]} came from {names}, and failed its digest"
+                    " both times: clone from another peer; the rest is kept"
                 )
             case GiveUp(number):
                 return self._errors[number]

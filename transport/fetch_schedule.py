@@ -1,18 +1,20 @@
-"""Decides which chunk to request from which feed, and when. Events come in, actions go out.
+"""Decides which chunks to request from which feed, and when. Events come in, actions go out.
 
 This module touches no task, clock or byte, so a test of a rule calls ``handle``. ``fetch`` acts.
+Chunks that are requested together are a *unit*. Units are known by number here.
 
 Rules:
-- Chunks are pulled: each feed has up to ``window`` of them under way, and the next goes to the feed
+- Units are pulled: each feed has up to ``window`` of them under way, and the next goes to the feed
   that would deliver it first. This divides the work by speed.
 - While some feeds are still connecting, those that are here take at most their equal share, for no
   longer than ``GRACE_S``.
-- Near the end a feed takes no chunk that it would deliver long after all feeds together could have
+- Near the end a feed takes no unit that it would deliver long after all feeds together could have
   delivered everything.
-- A feed that fails gives its chunks back. A feed that holds the last chunks also gives them
+- A feed that fails gives its units back. A feed that holds the last units also gives them
   back if an idle one could deliver them much sooner. It is *robbed*, and measured again.
-- A chunk whose digest is wrong is requested from another feed, or from the same one if it is the
-  only one. If the chunk is wrong twice, the clone fails.
+- What has a wrong digest is requested from another feed, or from the same one if it is the
+  only one. If it is wrong twice, the clone fails.
+- If the sink has memory only for the first chunks of a unit, the others become a new unit.
 - The clone also fails when no feed is left and none is coming, or when the sink has no free buffer
   although nothing is under way.
 """
@@ -26,7 +28,6 @@ from dataclasses import dataclass, field
 GRACE_S = 0.2
 """How long the connected feeds leave their share to those that are still connecting."""
 
-_BACKLOG = 8  # chunks that wait for their digest: more would have left the caches before their turn
 _ROB_S = 0.5
 _ROB_FACTOR = 4.0
 _LATE_FACTOR = 1.5
@@ -50,10 +51,10 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A chunk's bytes are here; they are being checked."""
+    """A unit's bytes are here; they are being checked."""
 
     feed: int
-    index: int
+    unit: int
     now: float
 
 
@@ -61,49 +62,59 @@ class Received:
 class Accepted:
     """The bytes were right."""
 
-    index: int
+    unit: int
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Refuted:
-    """The bytes were wrong."""
+    """Some of the bytes were wrong; the unit now has only their chunks."""
 
-    index: int
+    unit: int
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A chunk of a dropped feed will not come. Its buffers are not written any more."""
+    """A unit of a dropped feed will not come. Its buffers are not written any more."""
 
     feed: int
-    index: int
+    unit: int
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A feed failed with this chunk. Its buffers are not written any more."""
+    """A feed failed with this unit. Its buffers are not written any more."""
 
     feed: int
-    index: int
+    unit: int
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Receive a chunk from a feed."""
+    """Receive a unit from a feed."""
 
     feed: int
-    index: int
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """These receives were not begun, since there is no buffer for them at the moment."""
+    """These receives were not begun, since there is no buffer for them at the moment.
+
+    ``split`` is a unit that was begun in part, and the new unit that has the rest of it."""
 
     starts: tuple[Start, ...]
+    now: float
+    split: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The sink may have a free buffer again."""
+
     now: float
 
 
@@ -114,7 +125,7 @@ class Tick:
     now: float
 
 
-Event = Joined | Absent | Received | Accepted | Refuted | Returned | Lost | NoRoom | Tick
+Event = Joined | Absent | Received | Accepted | Refuted | Returned | Lost | NoRoom | Room | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +137,14 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Every chunk was accepted."""
+    """Every unit was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A chunk was wrong twice, from these feeds."""
+    """The chunks of a unit were wrong twice, from these feeds."""
 
-    index: int
+    unit: int
     feeds: tuple[int, int]
 
 
@@ -146,7 +157,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """The sink has had no free buffer for this long, and no chunk is under way that could free
+    """The sink has had no free buffer for this long, and no unit is under way that could free
     one."""
 
     seconds: float
@@ -159,7 +170,7 @@ Action = Start | Drop | Done | Refuse | GiveUp | Stuck
 class _Feed:
     """What is known of a feed.
 
-    Its *pace* is the number of seconds that it takes for a chunk while it has several under way."""
+    Its *pace* is the number of seconds that it takes for a unit while it has several under way."""
 
     number: int
     flying: set[int] = field(default_factory=set)
@@ -171,20 +182,20 @@ class _Feed:
     is_dropped: bool = False
 
     def pace(self, now: float) -> float | None:
-        """The pace, or None if not measured. A chunk that is overdue counts as if it came now."""
+        """The pace, or None if not measured. A unit that is overdue counts as if it came now."""
         quiet_s = now - self.moved_at if self.flying else 0.0
         if self.done == 0:
             return self.busy_s or None
         return max((self.busy_s + quiet_s) / self.done, quiet_s)
 
-    def take(self, index: int, now: float) -> None:
+    def take(self, unit: int, now: float) -> None:
         if not self.flying:
             self.moved_at = now
-        self.flying.add(index)
+        self.flying.add(unit)
         self.taken += 1
 
-    def give(self, index: int, now: float, *, is_done: bool) -> None:
-        self.flying.discard(index)
+    def give(self, unit: int, now: float, *, is_done: bool) -> None:
+        self.flying.discard(unit)
         if is_done:
             self.busy_s += now - self.moved_at
             self.moved_at = now
@@ -194,14 +205,23 @@ class _Feed:
 class Schedule:
     """The state behind the decisions for one clone.
 
-    Each of ``expected`` feeds will either join or be absent."""
+    Each of ``expected`` feeds will either join or be absent. While ``backlog`` units wait for their
+    digests, none is requested: more would have left the caches before their turn."""
 
     def __init__(
-        self, missing: Iterable[int], *, window: int, expected: int, timeout_s: float, now: float
+        self,
+        units: Iterable[int],
+        *,
+        window: int,
+        expected: int,
+        timeout_s: float,
+        now: float,
+        backlog: int = 8,
     ) -> None:
-        self._queue = deque(dict.fromkeys(missing))
+        self._queue = deque(dict.fromkeys(units))
         self._total = self._left = len(self._queue)
         self._window, self._expected, self._timeout_s = window, expected, timeout_s
+        self._backlog = backlog
         self._feeds: dict[int, _Feed] = {}
         self._again: list[int] = []
         self._wrong: dict[int, int] = {}
@@ -217,47 +237,49 @@ class Schedule:
             return []
         actions: list[Action] = []
         match event:
-            case Received(number, index, now):
-                self._feeds[number].give(index, now, is_done=True)
-                self._checking[index] = number
+            case Received(number, unit, now):
+                self._feeds[number].give(unit, now, is_done=True)
+                self._checking[unit] = number
                 self._settle(self._feeds[number])
-            case Accepted(index, now):
-                del self._checking[index]
+            case Accepted(unit, now):
+                del self._checking[unit]
                 self._left -= 1
                 self._is_full = False
-            case Refuted(index, now):
+            case Refuted(unit, now):
                 self._is_full = False
-                actions += self._refuted(index)
+                actions += self._refuted(unit)
             case Joined(numbers, now):
                 self._feeds |= {number: _Feed(number) for number in numbers}
                 self._expected -= len(numbers)
             case Absent(number, now):
                 self._expected -= 1
                 self._last_lost = number
-            case Returned(number, index, now):
-                self._put_back(self._feeds[number], index, now)
-            case Lost(number, index, now):
-                actions += self._lost(self._feeds[number], index, now)
-            case NoRoom(starts, now):
-                self._no_room(starts, now)
+            case Returned(number, unit, now):
+                self._put_back(self._feeds[number], unit, now)
+            case Lost(number, unit, now):
+                actions += self._lost(self._feeds[number], unit, now)
+            case NoRoom(starts, now, split):
+                self._no_room(starts, split, now)
+            case Room(now):
+                self._is_full = False
             case Tick(now):
                 actions += self._tick(now)
         actions += self._assign(now)
         actions += self._end()
         return actions
 
-    def _lost(self, feed: _Feed, index: int, now: float) -> Iterator[Action]:
-        is_news = not feed.is_dropped  # dropping a chunk may break other chunks of its feed
+    def _lost(self, feed: _Feed, unit: int, now: float) -> Iterator[Action]:
+        is_news = not feed.is_dropped  # dropping a unit may break other units of its feed
         if is_news:
             feed.is_lost = feed.is_dropped = True
             self._last_lost = feed.number
-        self._put_back(feed, index, now)
+        self._put_back(feed, unit, now)
         if is_news and feed.flying:
             yield Drop(feed.number)
 
-    def _put_back(self, feed: _Feed, index: int, now: float) -> None:
-        feed.give(index, now, is_done=False)
-        (self._again.append if index in self._wrong else self._queue.appendleft)(index)
+    def _put_back(self, feed: _Feed, unit: int, now: float) -> None:
+        feed.give(unit, now, is_done=False)
+        self._enqueue(unit)
         self._is_full = False
         self._settle(feed)
 
@@ -265,19 +287,31 @@ class Schedule:
         if not feed.flying and not feed.is_lost:
             feed.is_dropped = False
 
-    def _refuted(self, index: int) -> Iterator[Action]:
-        number = self._checking.pop(index)
-        if index in self._wrong:
-            self._is_over = True
-            yield Refuse(index, (self._wrong[index], number))
-            return
-        self._wrong[index] = number
-        self._again.append(index)
+    def _enqueue(self, unit: int) -> None:
+        (self._again.append if unit in self._wrong else self._queue.appendleft)(unit)
 
-    def _no_room(self, starts: tuple[Start, ...], now: float) -> None:
+    def _refuted(self, unit: int) -> Iterator[Action]:
+        number = self._checking.pop(unit)
+        if unit in self._wrong:
+            self._is_over = True
+            yield Refuse(unit, (self._wrong[unit], number))
+            return
+        self._wrong[unit] = number
+        self._again.append(unit)
+
+    def _no_room(
+        self, starts: tuple[Start, ...], split: tuple[int, int] | None, now: float
+    ) -> None:
         for start in reversed(starts):
-            self._put_back(self._feeds[start.feed], start.index, now)
+            self._put_back(self._feeds[start.feed], start.unit, now)
             self._feeds[start.feed].taken -= 1
+        if split is not None:
+            begun, rest = split
+            if begun in self._wrong:
+                self._wrong[rest] = self._wrong[begun]
+            self._enqueue(rest)
+            self._left += 1
+            self._total += 1
         self._is_full = True
 
     def _tick(self, now: float) -> Iterator[Action]:
@@ -298,9 +332,9 @@ class Schedule:
         if best is None:
             return
         for feed in [feed for feed in self._usable() if feed.flying]:
-            chunks = len(feed.flying)
-            needs_s = max(now - feed.moved_at, chunks * feed.busy_s / max(feed.done, 1))
-            if needs_s > max(_ROB_S, _ROB_FACTOR * chunks * best):
+            units = len(feed.flying)
+            needs_s = max(now - feed.moved_at, units * feed.busy_s / max(feed.done, 1))
+            if needs_s > max(_ROB_S, _ROB_FACTOR * units * best):
                 feed.is_dropped = True
                 # measured again: until it delivers, it counts as slow as it just was
                 feed.busy_s = max(feed.busy_s / max(feed.done, 1), now - feed.moved_at)
@@ -312,16 +346,16 @@ class Schedule:
             (self._queue or self._again)
             and not self._is_full
             and not self._is_over
-            and len(self._checking) < _BACKLOG
+            and len(self._checking) < self._backlog
         ):
             start = self._pick(now)
             if start is None:
                 return
-            self._feeds[start.feed].take(start.index, now)
+            self._feeds[start.feed].take(start.unit, now)
             yield start
 
     def _pick(self, now: float) -> Start | None:
-        """The feed that would deliver one more chunk first, and a chunk for it."""
+        """The feed that would deliver one more unit first, and a unit for it."""
         feeds = [
             feed
             for feed in self._usable()
@@ -337,12 +371,12 @@ class Schedule:
         latest = self._latest(paces)
         for feed in feeds:
             is_in_time = (len(feed.flying) + 1) * paces.get(feed.number, best) <= latest
-            if (index := self._index_for(feed, is_in_time=is_in_time)) is not None:
-                return Start(feed.number, index)
+            if (unit := self._unit_for(feed, is_in_time=is_in_time)) is not None:
+                return Start(feed.number, unit)
         return None
 
     def _latest(self, paces: dict[int, float]) -> float:
-        """The time, in seconds from now, by which a chunk begun now should be here: not long
+        """The time, in seconds from now, by which a unit begun now should be here: not long
         after all feeds could have everything."""
         if (
             not paces
@@ -355,23 +389,22 @@ class Schedule:
         return _LATE_FACTOR * (len(self._queue) + len(self._again) + flying) / together
 
     def _share(self, now: float) -> float:
-        """The number of chunks that a feed may have taken by now."""
+        """The number of units that a feed may have taken by now."""
         if not self._expected or now - self._began >= GRACE_S:
             return float("inf")
         return max(self._window, self._total / (len(self._feeds) + self._expected))
 
-    def _index_for(self, feed: _Feed, *, is_in_time: bool) -> int | None:
-        """The next chunk for this feed.
+    def _unit_for(self, feed: _Feed, *, is_in_time: bool) -> int | None:
+        """The next unit for this feed.
 
-        A chunk that was wrong comes first, even if it would be late, because few feeds may bring
-        it."""
+        What was wrong comes first, even if it would be late, because few feeds may bring it."""
         is_alone = not self._expected and not any(
             each is not feed and not each.is_lost for each in self._feeds.values()
         )
-        for index in self._again:
-            if is_alone or self._wrong[index] != feed.number:
-                self._again.remove(index)
-                return index
+        for unit in self._again:
+            if is_alone or self._wrong[unit] != feed.number:
+                self._again.remove(unit)
+                return unit
         return self._queue.popleft() if self._queue and is_in_time else None
 
     def _end(self) -> Iterator[Action]:

@@ -2,11 +2,11 @@
 sender puts them there.
 
 A receiver has *shared regions* on its device, which the sender opens by a handle of the driver
-(``Land``). The receiver announces the place of each part of a message in a region (``Room``). The
-sender copies the part to this place on its own stream, waits until the copy is done, and reports it
-(``Laid``). The receiver copies the part out before anything reads it, so later writes of the sender
-have no effect. The three messages travel on the session's control channel. They belong to a
-generation of the data plane, as requests for chunks do.
+(``Land``). The receiver announces the place of a message in a region (``Room``), or of several
+messages that follow each other. The sender copies each to its place on its own stream, waits until
+the copy is done, and reports the last one (``Laid``). The receiver copies them out before anything
+reads them, so later writes of the sender have no effect. The three messages travel on the session's
+control channel. They belong to a generation of the data plane, as requests for chunks do.
 
 A region is not returned to the driver while the process lives, since this process cannot detect
 when the other one has released it. It is kept for the next session.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,8 @@ from .ucx_messages import PART_BYTES, Allocator, Stretch
 ADDRESS = b"datastates ipc 1"
 """The place of the other end, which is always in the session."""
 
-_LANDING_BYTES = 64 << 20
+_LANDING_BYTES = 128 << 20
+_TOGETHER_BYTES = _LANDING_BYTES // 4  # of messages that are announced together
 _REGIONS = 16  # how many regions a peer may have us open
 _ROOMS = 4096  # how many rooms a peer may announce before anything is sent there
 _COPIES = 2
@@ -69,6 +70,37 @@ class _PeerRegion:
     stream: Stream
 
 
+@dataclass(slots=True)
+class _Announced:
+    """What the peer has announced together, and how many messages of it are still to be copied."""
+
+    room: Room
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of one message, or of a part of it."""
+
+    announced: _Announced
+    start: int
+    length: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """Messages that are received together: a part of one, or the whole ones of consecutive tags.
+
+    They may be written after ``ready``, points in the streams of their owner."""
+
+    tag: int
+    number: int
+    total: int
+    into: Sequence[torch.Tensor]
+    ready: Sequence[Mark]
+
+
 class IpcEnd(End):
     """One side's end of the data plane of a session; belongs to the loop thread. ``is_near``:
     the kernel has shown that the peer is a process of this host and user. ``take`` receives the
@@ -88,7 +120,7 @@ class IpcEnd(End):
         self._landings: dict[torch.device, _OwnRegion] = {}
         self._making = asyncio.Lock()
         self._opened: dict[int, asyncio.Future[_PeerRegion]] = {}
-        self.rooms: dict[_Key, asyncio.Future[Room]] = {}
+        self.rooms: dict[_Key, asyncio.Future[_Place]] = {}
         self._laid: dict[_Key, asyncio.Future[Laid]] = {}
         self._threads = ThreadPoolExecutor(_COPIES, "datastates-ipc")
         self._has_left = False
@@ -122,15 +154,16 @@ class IpcEnd(End):
                 )
                 opening.add_done_callback(mark_retrieved)
             case Room():
-                key = message.generation, message.tag, message.number
-                room = self.room(key)
-                if room.done() or len(self.rooms) > _ROOMS:
-                    raise PeerFault(
-                        f"{self.peer} announced the place of a message twice, or of more than"
-                        f" {_ROOMS} messages"
-                    )
-                if message.generation >= self._generation():
-                    room.set_result(message)
+                announced = _Announced(message, 1 + len(message.more))
+                self._announce(
+                    message.tag,
+                    message.number,
+                    _Place(announced, message.start, message.length, message.total),
+                )
+                start = message.start + message.length
+                for tag, length in enumerate(message.more, message.tag + 1):
+                    self._announce(tag, 0, _Place(announced, start, length, length))
+                    start += length
             case Laid():
                 laid = self._laid.get((message.generation, message.tag, message.number))
                 if laid is not None and not laid.done():
@@ -175,7 +208,18 @@ class IpcEnd(End):
             raise PeerFault(f"{self.peer} sends bytes to a region that it did not announce")
         return await asyncio.shield(opening)
 
-    def room(self, key: _Key) -> asyncio.Future[Room]:
+    def _announce(self, tag: int, number: int, place: _Place) -> None:
+        generation = place.announced.room.generation
+        room = self.room((generation, tag, number))
+        if room.done() or len(self.rooms) > _ROOMS:
+            raise PeerFault(
+                f"{self.peer} announced the place of a message twice, or of more than {_ROOMS}"
+                " messages"
+            )
+        if generation >= self._generation():
+            room.set_result(place)
+
+    def room(self, key: _Key) -> asyncio.Future[_Place]:
         """The place of a part, once the peer announces it."""
         return self.rooms.setdefault(key, asyncio.get_running_loop().create_future())
 
@@ -211,18 +255,34 @@ class _IpcLink(StagedLink):
         here = devices().in_use()
         if not here:
             raise Unavailable("no device is in use in this process: connect with data='auto'")
-        await self._received(
-            tag, here[0], torch.frombuffer(into, dtype=torch.uint8) if into.nbytes else None, None
-        )
+        if not into.nbytes:
+            return
+        parts = enumerate(_parts(torch.frombuffer(into, dtype=torch.uint8)))
+        coming = [_Coming(tag, number, into.nbytes, [part], []) for number, part in parts]
+        await self._received(here[0], coming, lambda _: None)
 
     def receive_there(
-        self, tag: int, into: OnDevice, moved: Callable[[], None]
+        self, tag: int, into: Sequence[OnDevice], moved: Callable[[int], None]
     ) -> asyncio.Future[Any]:
-        async def receiving() -> None:
-            await self._received(tag, devices().of(into.memory), into.memory, into.ready)
-            moved()
+        if any(each.nbytes > PART_BYTES for each in into):
+            raise InvalidInput(f"at most {PART_BYTES} bytes of a message are received on a device")
+        together = _TOGETHER_BYTES // PART_BYTES
+        coming = [
+            _Coming(
+                tag + first,
+                0,
+                into[first].nbytes,
+                [each.memory for each in into[first : first + together]],
+                [each.ready for each in into[first : first + together]],
+            )
+            for first in range(0, len(into), together)
+        ]
 
-        return asyncio.ensure_future(receiving())
+        def landed(here: _Coming) -> None:
+            for number in range(len(here.into)):
+                moved(here.tag - tag + number)
+
+        return asyncio.ensure_future(self._received(devices().of(into[0].memory), coming, landed))
 
     async def _abort(self) -> None:
         for posting in list(self._posting):
@@ -237,48 +297,50 @@ class _IpcLink(StagedLink):
             self._check()
             key = self._generation, tag, number
             try:
-                room = await self._wait_for(self._end.room(key))
+                place = await self._wait_for(self._end.room(key))
             finally:
                 self._end.rooms.pop(key, None)  # no task waits for it any more
-            if room.total != data.nbytes:
+            announced, room = place.announced, place.announced.room
+            first = room.tag, room.number
+            if place.total != data.nbytes:
                 await self._post(
-                    Laid(tag, number, data.nbytes, is_other=True, generation=self._generation)
+                    Laid(*first, data.nbytes, is_other=True, generation=self._generation)
                 )
                 return
             opened = await self._end.opened(room.region)
             if (
-                room.length != min(PART_BYTES, room.total - done)
-                or room.start + room.length > opened.shared.tensor.numel()
+                place.length != min(PART_BYTES, place.total - done)
+                or place.start + place.length > opened.shared.tensor.numel()
             ):
                 raise PeerFault(
-                    f"{self._end.peer} announced a place that is too small for {room.length} bytes"
+                    f"{self._end.peer} announced a place that is too small for {place.length} bytes"
                 )
             self._check()
             there, part = (
-                opened.shared.tensor[room.start :][: room.length],
-                data[done : done + room.length],
+                opened.shared.tensor[place.start :][: place.length],
+                data[done : done + place.length],
             )
-            await self._end.apart(partial(_copy, opened.stream, there, _as_tensor(part), None))
+            await self._end.apart(partial(_copy, opened.stream, [there], [_as_tensor(part)], []))
             self._check()
-            await self._post(Laid(tag, number, room.length, generation=self._generation))
-            done, number = done + room.length, number + 1
+            announced.left -= 1
+            if not announced.left:
+                length = room.length + sum(room.more)
+                await self._post(Laid(*first, length, generation=self._generation))
+            done, number = done + place.length, number + 1
 
     # --- in ---------------------------------------------------------------------------------------
 
     async def _received(
-        self, tag: int, device: torch.device, into: torch.Tensor | None, ready: Mark | None
+        self, device: torch.device, coming: Sequence[_Coming], landed: Callable[[_Coming], None]
     ) -> None:
-        if into is None:
-            return
-        receiving = self._receive(tag, device, into, ready, self._begin_post())
+        receiving = self._receive(device, coming, landed, self._begin_post())
         await asyncio.shield(self._begin(receiving))
 
     async def _receive(
         self,
-        tag: int,
         device: torch.device,
-        into: torch.Tensor,
-        ready: Mark | None,
+        coming: Sequence[_Coming],
+        landed: Callable[[_Coming], None],
         posted: asyncio.Future[None],
     ) -> None:
         arriving = list[asyncio.Task[None]]()
@@ -289,20 +351,28 @@ class _IpcLink(StagedLink):
                 landing.is_told = True
                 await self._post(Land(landing.number, landing.shared.handle))
             self._allocators.add(landing.allocator)
-            for number, part in enumerate(_parts(into)):
+            for each in coming:
                 self._check()
-                stretch = await landing.allocator.take(self, part.numel())
+                lengths = [memory.numel() for memory in each.into]
+                stretch = await landing.allocator.take(self, sum(lengths))
                 try:
                     self._check()
-                    laid = self._wait_for(self._end.laid((self._generation, tag, number)))
-                    where = landing.number, stretch.start, stretch.length
+                    laid = self._wait_for(self._end.laid((self._generation, each.tag, each.number)))
+                    where = landing.number, stretch.start, lengths[0]
                     await self._post(
-                        Room(tag, number, into.numel(), *where, generation=self._generation)
+                        Room(
+                            each.tag,
+                            each.number,
+                            each.total,
+                            *where,
+                            more=tuple(lengths[1:]),
+                            generation=self._generation,
+                        )
                     )
                 except BaseException:
                     landing.allocator.give_back(stretch)
                     raise
-                arriving.append(self._begin(self._land(landing, laid, stretch, part, ready)))
+                arriving.append(self._begin(self._land(landing, laid, stretch, each, landed)))
         finally:
             posted.set_result(None)
         await asyncio.gather(*arriving)
@@ -310,13 +380,13 @@ class _IpcLink(StagedLink):
     async def _land(
         self,
         landing: _OwnRegion,
-        coming: asyncio.Future[Laid],
+        laying: asyncio.Future[Laid],
         stretch: Stretch,
-        into: torch.Tensor,
-        ready: Mark | None,
+        coming: _Coming,
+        landed: Callable[[_Coming], None],
     ) -> None:
         try:
-            laid = await coming
+            laid = await laying
             if laid.is_other or laid.length != stretch.length:
                 raise PeerFault(
                     f"the message of tag {laid.tag} has {laid.length} bytes, and others were"
@@ -324,10 +394,12 @@ class _IpcLink(StagedLink):
                 )
             self._check()
             there = landing.shared.tensor[stretch.start :][: stretch.length]
-            await self._end.apart(lambda: _copy(landing.stream, into, there, ready))
+            pieces = there.split([memory.numel() for memory in coming.into])
+            await self._end.apart(partial(_copy, landing.stream, coming.into, pieces, coming.ready))
             self._check()
         finally:
             landing.allocator.give_back(stretch)
+        landed(coming)
 
     async def _post(self, message: Message) -> None:
         """Send a message to the peer, or stop when this is aborted."""
@@ -369,12 +441,17 @@ def _open(handle: bytes) -> _PeerRegion:
     return _PeerRegion(shared, devices().stream(devices().of(shared.tensor)))
 
 
-def _copy(stream: Stream, into: torch.Tensor, data: torch.Tensor, ready: Mark | None) -> None:
-    """Copy, and wait until the copy is done."""
-    if ready is not None:
-        devices().wait(stream, ready)
+def _copy(
+    stream: Stream,
+    into: Sequence[torch.Tensor],
+    data: Sequence[torch.Tensor],
+    ready: Sequence[Mark],
+) -> None:
+    """Copy in one launch, and wait until the copy is done."""
+    for mark in ready:
+        devices().wait(stream, mark)
     with devices().on(stream):
-        into.copy_(data, non_blocking=True)
+        torch._foreach_copy_(list(into), list(data), non_blocking=True)
     devices().mark(stream).synchronize()
 
 

@@ -36,7 +36,10 @@ lower limit."""
 PIECES: Final = 64
 """The most pieces in which a chunk is sent."""
 
-DIGESTS: Final = 64
+RUN: Final = 32
+"""The most chunks that one message asks for: 128 MiB."""
+
+DIGESTS: Final = 512
 """The most chunks whose digests are asked for at once."""
 
 ARGUMENTS: Final = 1000
@@ -357,28 +360,28 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 class Want(Struct, frozen=True, tag=True):
-    """Send a chunk of a pinned state as messages of ``pieces`` bytes on ``tag``, ``tag + 1``, …:
-    the receives are already posted.
+    """Send chunks of a pinned state, in this order, as messages of ``pieces`` bytes on ``tag``,
+    ``tag + 1``, …: the receives are already posted. A piece belongs to one chunk.
 
     ``generation`` counts the resets of the data plane: an end that sees a later one than its own
     resets itself first.
     """
 
     handle: _Id
-    index: _Id
+    indexes: Annotated[tuple[_Id, ...], Meta(min_length=1, max_length=RUN)]
     tag: _Tag
     pieces: Annotated[
         tuple[Annotated[int, Meta(ge=1, le=CHUNK_BYTES)], ...],
-        Meta(min_length=1, max_length=PIECES),
+        Meta(min_length=1, max_length=RUN * PIECES),
     ]
     generation: _Count = 0
 
 
 class Gone(Struct, frozen=True, tag=True):
-    """The chunk that was wanted on ``tag`` will not come. Both sides then reset the data plane, so
-    that nothing is left in transit.
+    """The chunks that were wanted on ``tag`` will not come, or not all of them. Both sides then
+    reset the data plane, so that nothing is left in transit.
 
-    With ``is_link``, only the link broke: the chunk may be requested again."""
+    With ``is_link``, only the link broke: the chunks may be requested again."""
 
     tag: _Tag
     failure: Failure
@@ -416,7 +419,8 @@ class Land(Struct, frozen=True, tag=True):
 
 class Room(Struct, frozen=True, tag=True):
     """Put part ``number`` of the message of ``tag``, which has ``total`` bytes, into ``region``:
-    ``length`` bytes from ``start`` on."""
+    ``length`` bytes from ``start`` on. Behind it, put the whole messages of the tags that follow,
+    as many as ``more`` has lengths."""
 
     tag: _Tag
     number: _Id
@@ -424,14 +428,15 @@ class Room(Struct, frozen=True, tag=True):
     region: _Id
     start: _Count
     length: _ChunkLength
+    more: Annotated[tuple[_ChunkLength, ...], Meta(max_length=RUN)] = ()
     generation: _Count = 0
 
 
 class Laid(Struct, frozen=True, tag=True):
-    """That part is there.
+    """Everything that was announced with that part is there, ``length`` bytes in all.
 
-    With ``is_other``, the message has ``length`` bytes, which is not the announced length, and no
-    byte was copied."""
+    With ``is_other``, a message has ``length`` bytes, which is not the announced length, and no
+    byte of it was copied."""
 
     tag: _Tag
     number: _Id

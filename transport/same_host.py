@@ -24,7 +24,8 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
@@ -34,7 +35,7 @@ import numpy as np
 from datastates.agent.messages import who
 
 from .connections import keep_from_children, receive_exactly, stop_listening
-from .contract import Terms
+from .contract import Terms, size_of
 from .data_plane import finish
 
 SWITCH: Final = "DATASTATES_NEAR"
@@ -42,7 +43,6 @@ SWITCH: Final = "DATASTATES_NEAR"
 over the transport."""
 
 _NEAR_AT_ONCE = 2  # reads; more would share one memory bus
-_TELL = 16  # chunks between two messages to the process that is read
 _BYTES = 32
 
 
@@ -121,7 +121,7 @@ class LocalChunks:
     """Chunks of one state in the memory of a near process; ``addresses`` has the address of each
     chunk. Belongs to the loop thread; ``close`` it there.
 
-    ``took`` is called with numbers of chunks and bytes from time to time, and at the end.
+    ``took`` is called with the numbers of chunks and bytes that each ``receive`` has read.
     """
 
     def __init__(
@@ -129,35 +129,37 @@ class LocalChunks:
     ) -> None:
         self._near, self._addresses, self._took = near, addresses, took
         self._threads = ThreadPoolExecutor(_NEAR_AT_ONCE, "datastates-near")
-        self._chunks = self._bytes = 0
 
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill ``buffers``; False if the bytes cannot be read. When this is cancelled it still
-        waits for the read to end."""
-        reading = asyncio.wrap_future(
-            self._threads.submit(self._near.read, self._addresses[index], buffers)
-        )
+    async def receive(
+        self, chunks: Mapping[int, Sequence[memoryview]], arrived: Callable[[int], None]
+    ) -> None:
+        """Fill the memory of some chunks, up to the first one that cannot be read. ``arrived`` is
+        called on a thread with the index of each. When this is cancelled it still waits for the
+        present read to end."""
+        done = list[int]()
+        is_cancelled = threading.Event()
+
+        def read() -> None:
+            for index, buffers in chunks.items():
+                if is_cancelled.is_set() or not self._near.read(self._addresses[index], buffers):
+                    return
+                arrived(index)
+                done.append(index)
+
+        reading = asyncio.wrap_future(self._threads.submit(read))
         try:
-            is_read = await asyncio.shield(reading)
+            await asyncio.shield(reading)
         except asyncio.CancelledError:
+            is_cancelled.set()
             await finish(reading)  # a millisecond; then the buffers are not written any more
             raise
-        if is_read:
-            self._chunks += 1
-            self._bytes += sum(buffer.nbytes for buffer in buffers)
-            if self._chunks >= _TELL:
-                self._tell()
-        return is_read
+        finally:
+            if done:
+                self._took(len(done), sum(size_of(chunks[index]) for index in done))
 
     def close(self) -> None:
         """Read nothing any more."""
-        self._tell()
         self._threads.shutdown(wait=False)
-
-    def _tell(self) -> None:
-        if self._chunks:
-            self._took(self._chunks, self._bytes)
-            self._chunks = self._bytes = 0
 
 
 # How two processes of one host and one user prove that they are: over an abstract Unix socket,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from typing import Any, Final
 
 from blake3 import blake3
@@ -26,8 +29,8 @@ from datastates.errors import (
 from datastates.system.failures import again, describe, revive
 from datastates.system.logs import RateLimitFilter
 
-from .contract import Link, OnDevice, Source
-from .data_plane import Plane, finish
+from .contract import Destination, Link, OnDevice, Source
+from .data_plane import Plane, finish, mark_retrieved
 from .protocol import PIECES, Digests, Gone, Message, Took, Want
 
 DIGEST_BYTES: Final = 32
@@ -37,6 +40,7 @@ DAMAGED: Final = bytes(DIGEST_BYTES)
 
 _STATES = 64  # how many states' digests are kept: 32 bytes for each 4 MiB
 _AT_ONCE = 2  # threads that compute: the training needs the other processors
+_TOGETHER = 8  # chunks that a thread takes at a time
 
 
 def digest_of(pieces: Sequence[memoryview]) -> bytes:
@@ -55,29 +59,42 @@ class DigestCache:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "datastates-digest")
         self._cached: OrderedDict[bytes, dict[int, bytes]] = OrderedDict()
-        self._pending: dict[tuple[bytes, int], asyncio.Task[bytes]] = {}
+        self._pending: dict[tuple[bytes, tuple[int, ...]], asyncio.Task[list[bytes]]] = {}
 
-    async def of(self, state: bytes, index: int, source: Source) -> bytes:
-        """The digest of a chunk. ``state`` identifies what ``source`` holds. The source must
+    async def of(self, state: bytes, indexes: Sequence[int], source: Source) -> list[bytes]:
+        """The digests of some chunks. ``state`` identifies what ``source`` holds. The source must
         stay open until this returns, cancelled or not."""
-        found = self._cached.get(state, {}).get(index)
-        if found is not None:
-            self._cached.move_to_end(state)
-            return found
-        key = state, index
+        found = self._cached.get(state, {})
+        missing = [index for index in indexes if index not in found]
+        if not missing:
+            if found:
+                self._cached.move_to_end(state)
+            return [found[index] for index in indexes]
+        computed = dict(found)
+        for start in range(0, len(missing), _TOGETHER):
+            batch = tuple(missing[start : start + _TOGETHER])
+            computed |= zip(batch, await self._batch(state, batch, source), strict=True)
+        return [computed[index] for index in indexes]
+
+    def close(self) -> None:
+        """Let its threads end; idempotent."""
+        self._threads.shutdown(wait=False)
+
+    async def _batch(self, state: bytes, batch: tuple[int, ...], source: Source) -> Sequence[bytes]:
+        key = state, batch
         pending = self._pending.get(key)
         if pending is not None and not pending.done():
             await asyncio.wait({pending})
             return (
-                await self.of(state, index, source)
+                await self._batch(state, batch, source)
                 if pending.cancelled() or pending.exception() is not None
                 else pending.result()
             )
-        pending = self._pending[key] = asyncio.create_task(self._compute(source, index))
+        pending = self._pending[key] = asyncio.create_task(self._compute(source, batch))
         try:
             while not pending.done():
                 await asyncio.wait({pending})
-            digest = pending.result()
+            digests = pending.result()
         except asyncio.CancelledError:
             pending.cancel()
             await asyncio.wait({pending})
@@ -85,27 +102,35 @@ class DigestCache:
         finally:
             if self._pending.get(key) is pending:
                 del self._pending[key]
-        if digest != DAMAGED:
-            self._cached.setdefault(state, {})[index] = digest
+        right = {
+            index: digest for index, digest in zip(batch, digests, strict=True) if digest != DAMAGED
+        }
+        if right:
+            self._cached.setdefault(state, {}).update(right)
             self._cached.move_to_end(state)
-            while len(self._cached) > _STATES:
-                self._cached.popitem(last=False)
-        return digest
+        while len(self._cached) > _STATES:
+            self._cached.popitem(last=False)
+        return digests
 
-    def close(self) -> None:
-        """Let its threads end; idempotent."""
-        self._threads.shutdown(wait=False)
-
-    async def _compute(self, source: Source, index: int) -> bytes:
-        pieces = await source.chunk(index)
+    async def _compute(self, source: Source, batch: Sequence[int]) -> list[bytes]:
+        pieces = [await source.chunk(index) for index in batch]
         work = asyncio.get_running_loop().run_in_executor(
-            self._threads, _digest_or_damaged, source, index, pieces
+            self._threads, _digests, source, batch, pieces
         )
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            await asyncio.wait({work})  # a millisecond; after that the source is not read any more
+            await asyncio.wait({work})  # milliseconds; after that the source is not read any more
             raise
+
+
+def _digests(
+    source: Source, batch: Sequence[int], chunks: Sequence[Sequence[memoryview]]
+) -> list[bytes]:
+    return [
+        _digest_or_damaged(source, index, pieces)
+        for index, pieces in zip(batch, chunks, strict=True)
+    ]
 
 
 def _digest_or_damaged(source: Source, index: int, pieces: Sequence[memoryview]) -> bytes:
@@ -154,12 +179,13 @@ def _flat(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 WANTS = 64
-"""The most chunks that a peer may ask for at once."""
+"""The most requests for chunks that a peer may have under way at once."""
 
 HANDLES = 64
 """The most states that a peer may hold open at once."""
 
 _FINISH_S = 1.0
+_AHEAD = 4  # chunks of one request that are sent at once
 _CLOSED = "the state is no longer held open for sending: open it again"
 _logger = logging.getLogger(__name__)
 _logger.addFilter(RateLimitFilter())
@@ -183,7 +209,7 @@ class _OpenSource:
     uid: str
     lengths: tuple[int, ...]
     state: bytes
-    reads: set[asyncio.Task[bytes]] = field(default_factory=set)
+    reads: set[asyncio.Task[list[bytes]]] = field(default_factory=set)
     sends: dict[asyncio.Task[None], Want] = field(default_factory=dict)
     wanted: set[int] = field(default_factory=set)
     is_released: bool = False
@@ -224,7 +250,7 @@ class ChunkSender:
 
     @property
     def running(self) -> int:
-        """The number of chunks under way."""
+        """The number of requests under way."""
         return sum(len(held.sends) for held in self._held.values())
 
     @property
@@ -275,9 +301,10 @@ class ChunkSender:
         return handle
 
     def want(self, want: Want) -> bool:
-        """Send a chunk, in a new task. Returns whether this is the first request for it.
+        """Send chunks, in a new task. Returns whether one of them is requested for the first time.
 
-        :raises PeerFault: there is no such chunk, it has another length, or too many are under way.
+        :raises PeerFault: there is no such chunk, it has another length, or too many requests are
+            under way.
         """
         self._plane.follow(want.generation)
         if want.handle >= self._next:
@@ -285,30 +312,21 @@ class ChunkSender:
                 f"{self._peer} wants a chunk under handle {want.handle}, which it was never given"
             )
         if self.running + len(self._refusals) >= WANTS:
-            raise PeerFault(f"{self._peer} wants more than {WANTS} chunks at once")
+            raise PeerFault(f"{self._peer} has more than {WANTS} requests for chunks under way")
         held = self._held.get(want.handle)
         if held is None or held.is_released:
             refusal = asyncio.create_task(self._gone(want, Closed(_CLOSED)))
             self._refusals.add(refusal)
             refusal.add_done_callback(self._refusals.discard)
             return False
-        if want.index >= len(held.lengths) or sum(want.pieces) != held.lengths[want.index]:
-            had = (
-                f"has {held.lengths[want.index]} bytes"
-                if want.index < len(held.lengths)
-                else f"is none of {len(held.lengths)}"
-            )
-            raise PeerFault(
-                f"{self._peer} wants {sum(want.pieces)} bytes of chunk {want.index} of state"
-                f" {held.uid}, which {had}"
-            )
+        messages = list(self._messages(held, want))
         self._used_at = self._clock()
         if not self.is_draining:
-            send = asyncio.create_task(self._send(held, want))
+            send = asyncio.create_task(self._send(held, want, messages))
             held.sends[send] = want
             send.add_done_callback(held.sends.pop)
-        is_new = want.index not in held.wanted
-        held.wanted.add(want.index)
+        is_new = not held.wanted.issuperset(want.indexes)
+        held.wanted.update(want.indexes)
         return is_new
 
     async def digests(self, question: Digests) -> bytes:
@@ -332,20 +350,23 @@ class ChunkSender:
             )
         self._used_at = self._clock()
         await _settled(held)
+        # one for each thread
+        parts = [question.indexes[n::_AT_ONCE] for n in range(_AT_ONCE)]
         reads = [
-            asyncio.create_task(self._digests.of(held.state, index, held.source))
-            for index in question.indexes
+            asyncio.create_task(self._digests.of(held.state, part, held.source)) for part in parts
         ]
         held.reads.update(reads)
+        found = [b""] * len(question.indexes)
         try:
-            found = b"".join(await asyncio.gather(*reads))
+            for n, digests in enumerate(await asyncio.gather(*reads)):
+                found[n::_AT_ONCE] = digests
         finally:
             for read in reads:
                 read.cancel()
             await asyncio.wait(reads)
             held.reads.difference_update(reads)
         self._used_at = self._clock()
-        return found
+        return b"".join(found)
 
     def took(self, took: Took) -> None:
         """Note that the peer has read chunks directly from memory.
@@ -431,14 +452,45 @@ class ChunkSender:
         )
         self._held.clear()
 
-    async def _send(self, held: _OpenSource, want: Want) -> None:
+    def _messages(self, held: _OpenSource, want: Want) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """The tag of the first piece, the index and the lengths of the pieces of each chunk."""
+        first = 0
+        for index in want.indexes:
+            length = held.lengths[index] if index < len(held.lengths) else -1
+            end, size = first, 0
+            while end < len(want.pieces) and size < max(length, 1):
+                end, size = end + 1, size + want.pieces[end]
+            if size != length:
+                had = f"is none of {len(held.lengths)}" if length < 0 else f"has {length} bytes"
+                raise PeerFault(
+                    f"{self._peer} wants {size} bytes of chunk {index} of state {held.uid},"
+                    f" which {had}"
+                )
+            yield want.tag + first, index, want.pieces[first:end]
+            first = end
+        if first != len(want.pieces):
+            raise PeerFault(
+                f"{self._peer} wants {len(want.pieces)} pieces of chunks that have {first}"
+            )
+
+    async def _send(
+        self, held: _OpenSource, want: Want, messages: Sequence[tuple[int, int, Sequence[int]]]
+    ) -> None:
         link: Link | None = None
         is_read = False
+        sending = deque[asyncio.Future[Any]]()
         try:
-            pieces = await _read(held, want.index)
-            is_read = True
-            link = await self._plane.link(want.generation)
-            await self._hand_over(link, want, pieces)
+            for tag, index, sizes in messages:
+                is_read = False
+                pieces = await _read(held, index)
+                is_read = True
+                if link is None:
+                    link = await self._plane.link(want.generation)
+                sending.append(self._hand_over(held, link, tag, cut(pieces, sizes)))
+                if len(sending) >= _AHEAD:
+                    await sending.popleft()
+            while sending:
+                await sending.popleft()
         except asyncio.CancelledError:
             if link is not None:
                 # the pieces may still be under way on it; the current link may be another one
@@ -449,25 +501,32 @@ class ChunkSender:
             if link is not None or want.generation == self._plane.generation:
                 await self._plane.drop(link)
             await self._gone(want, exc, is_link=is_read and isinstance(exc, Disconnected))
-        else:
-            self._sent.chunks += 1
-            self._sent.states[held.uid] += sum(want.pieces)
 
-    async def _hand_over(self, link: Link, want: Want, pieces: Sequence[memoryview]) -> None:
-        """Send as many messages as the peer waits for."""
-        size = sum(want.pieces)
+    def _hand_over(
+        self, held: _OpenSource, link: Link, tag: int, pieces: Sequence[memoryview]
+    ) -> asyncio.Future[Any]:
+        """Begin to send a chunk in as many messages as the peer waits for."""
         if not self._moving:
             self._moved_at = self._clock()
         self._moving += 1
-        try:
-            await link.send_all(want.tag, cut(pieces, want.pieces), self._move)
-        finally:
-            self._moving -= 1
+        sending = link.send_all(tag, pieces, self._move)
+        sending.add_done_callback(
+            partial(self._on_sent, held, sum(piece.nbytes for piece in pieces))
+        )
+        return sending
+
+    def _on_sent(self, held: _OpenSource, size: int, sending: asyncio.Future[Any]) -> None:
+        self._moving -= 1
+        mark_retrieved(sending)
+        if sending.cancelled() or sending.exception() is not None:
+            return
         self._moved_at = self._used_at = self._clock()
         self.bytes += size
         self._sent.bytes += size
+        self._sent.chunks += 1
+        self._sent.states[held.uid] += size
 
-    def _move(self) -> None:
+    def _move(self, number: int) -> None:
         """Note that a piece has left; called on any thread."""
         self._has_moved = True
 
@@ -559,49 +618,73 @@ class ChunkReceiver:
             self._moved_at, self._has_moved = self._clock(), False
         return self._clock() - self._moved_at if self._wanted else 0.0
 
-    async def chunk(
-        self, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice
+    async def receive(
+        self, handle: int, chunks: Mapping[int, Destination], arrived: Callable[[int], None]
     ) -> None:
-        """Receive a chunk: first the receives are posted, then the request is sent.
+        """Receive chunks: first the receives are posted, then the request is sent. ``arrived`` is
+        called on any thread with the index of each chunk that is there.
 
-        If the link breaks while the session is open, the chunk is requested again over a new link.
-        UCX may take down a new connection together with one that either end closes at that moment.
+        If the link breaks while the session is open, the chunks that have not arrived are requested
+        again over a new link. UCX may take down a new connection together with one that either end
+        closes at that moment.
         """
-        if not isinstance(buffers, OnDevice) and len(buffers) > PIECES:
-            raise InvalidInput(
-                f"chunk {index} is to be received in {len(buffers)} pieces: at most {PIECES} can be"
-                " requested"
-            )
+        for index, into in chunks.items():
+            if not isinstance(into, OnDevice) and len(into) > PIECES:
+                raise InvalidInput(
+                    f"chunk {index} is to be received in {len(into)} pieces: at most {PIECES} can"
+                    " be requested"
+                )
+        waiting = dict(chunks)
+
+        def is_here(index: int) -> None:
+            del waiting[index]
+            arrived(index)
+
         async with self._room:
             for left in reversed(range(_TRIES)):
                 link = await self._plane.link()
                 try:
-                    await self._receive(link, handle, index, buffers)
+                    await self._receive(link, handle, dict(waiting), is_here)
                 except _Broken as broken:
                     if not left:
                         raise broken.error from None
                     _logger.info(
-                        "chunk %d is requested again over a new link: %s", index, broken.error
+                        "%d chunks are requested again over a new link: %s",
+                        len(waiting),
+                        broken.error,
                     )
                 else:
                     return
 
     async def _receive(
-        self, link: Link, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice
+        self,
+        link: Link,
+        handle: int,
+        chunks: Mapping[int, Destination],
+        arrived: Callable[[int], None],
     ) -> None:
-        sizes = (
-            (buffers.nbytes,)
-            if isinstance(buffers, OnDevice)
-            else tuple(buffer.nbytes for buffer in buffers)
-        )
-        tag = self._take_tags(len(sizes))
+        pieces = [
+            (index, piece)
+            for index, into in chunks.items()
+            for piece in ([into] if isinstance(into, OnDevice) else into)
+        ]
+        left = Counter(index for index, _ in pieces)
+        lock = threading.Lock()
+
+        def moved(first: int, number: int) -> None:
+            self._has_moved = True
+            index = pieces[first + number][0]
+            with lock:
+                left[index] -= 1
+                is_here = not left[index]
+            if is_here:
+                arrived(index)
+
+        tag = self._take_tags(len(pieces))
         gone: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
-        here = (
-            link.receive_there(tag, buffers, self._move)
-            if isinstance(buffers, OnDevice)
-            else link.receive_all(tag, buffers, self._move)
-        )
-        want = Want(handle, index, tag, sizes, self._plane.generation)
+        here = _post_receives(link, tag, [piece for _, piece in pieces], moved)
+        sizes = tuple(piece.nbytes for _, piece in pieces)
+        want = Want(handle, tuple(chunks), tag, sizes, self._plane.generation)
         try:
             await link.posted()
             if not self._wanted:
@@ -617,7 +700,7 @@ class ChunkReceiver:
             self._wanted.pop(tag, None)
 
     def gone(self, message: Gone) -> None:
-        """Note that the peer will not send a chunk."""
+        """Note that the peer will not send the chunks of a request."""
         self._plane.follow(message.generation)
         here, gone = self._wanted.get(message.tag, (None, None))
         if here is not None and gone is not None and not gone.done():
@@ -638,10 +721,6 @@ class ChunkReceiver:
         first, self._count = self._count, self._count + count
         return self._tags | first
 
-    def _move(self) -> None:
-        """Note that a piece has arrived; called on any thread."""
-        self._has_moved = True
-
     async def _take_back(self, link: Link, here: asyncio.Future[Any]) -> None:
         """Give the buffers back to the caller: only a dropped link is certain not to write to
         them."""
@@ -650,6 +729,29 @@ class ChunkReceiver:
         finally:
             here.cancel()
             await asyncio.gather(here, return_exceptions=True)
+
+
+def _post_receives(
+    link: Link,
+    tag: int,
+    pieces: Sequence[memoryview | OnDevice],
+    moved: Callable[[int, int], None],
+) -> asyncio.Future[Any]:
+    """Begin to receive each piece. ``moved`` gets two numbers, whose sum is the piece's."""
+    first, begun = 0, list[asyncio.Future[Any]]()
+    for where, group in groupby(pieces, _device_of):
+        together = list(group)
+        begun.append(
+            link.receive_all(tag + first, together, partial(moved, first))  # type: ignore[arg-type]
+            if where is None
+            else link.receive_there(tag + first, together, partial(moved, first))  # type: ignore[arg-type]
+        )
+        first += len(together)
+    return begun[0] if len(begun) == 1 else asyncio.gather(*begun)
+
+
+def _device_of(piece: memoryview | OnDevice) -> object:
+    return piece.memory.device if isinstance(piece, OnDevice) else None
 
 
 async def _outcome(here: asyncio.Future[Any], gone: asyncio.Future[Gone]) -> None:

@@ -16,10 +16,11 @@ sources are closed, and no task is left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
@@ -35,13 +36,14 @@ from datastates.errors import (
 from datastates.system.failures import Failure, again
 
 from . import same_host, tcp
-from .contract import Channel, Feed, OnDevice, Source, Terms, Tls, Transport
+from .contract import Channel, Destination, Feed, OnDevice, Source, Terms, Tls, Transport, size_of
 from .data_connection import NAME_BYTES
 from .data_plane import Plane
 from .handshake import SecureChannel, admit, agree, greet, offer
 from .limits import ANSWER_TIMEOUTS, SILENT_TIMEOUTS, Share, weigh
 from .protocol import (
     BODY_BYTES,
+    RUN,
     Answer,
     Ask,
     Bye,
@@ -145,6 +147,8 @@ _T = TypeVar("_T")
 _IDLE_TIMEOUTS = 30  # how many timeouts states may be held open without a chunk being wanted
 _PAUSE = 0.1  # of a timeout: how long a session may be unused before it counts as idle
 _FAREWELL_S = 0.2
+_STAGED = 4  # chunks in one request, where shared memory for all of them is taken first
+_STAGED_THERE = 16  # the same for memory of a device: half of what an end has
 _SMALL_BYTES = 64 << 10  # an answer of fewer bytes is decoded on the loop's thread
 
 
@@ -592,19 +596,32 @@ class SessionFeed(Feed):
         self.is_bound = session._is_bound or self._near is not None
         self._is_closed = False
 
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+    async def receive(
+        self, chunks: Mapping[int, Destination], arrived: Callable[[int, bool], None]
+    ) -> None:
         """See ``Feed.receive``.
 
         :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link
             broke four times in a row.
         """
-        self._check(index, sum(buffer.nbytes for buffer in buffers))
-        filled = [buffer for buffer in buffers if buffer.nbytes]
-        return not filled or await self._receive(index, filled)
-
-    async def receive_there(self, index: int, into: OnDevice) -> bool:
-        self._check(index, into.nbytes)
-        return await self._receive(index, into)
+        waiting = dict[int, Destination]()
+        for index, into in chunks.items():
+            self._check(index, size_of(into))
+            if not isinstance(into, OnDevice):
+                into = [piece for piece in into if piece.nbytes]
+            if size_of(into):
+                waiting[index] = into
+            else:
+                arrived(index, True)
+        try:
+            await self._receive(waiting, arrived)
+        except DatastatesError as exc:
+            if isinstance(exc, PeerFault):  # a message of the wrong length
+                self._lifecycle.fall(exc)
+            if self._lifecycle.error is not None:
+                await self._lifecycle.ended.wait()
+                raise again(self._lifecycle.error) from exc
+            raise
 
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
         size = DIGEST_BYTES * len(indexes)
@@ -635,25 +652,29 @@ class SessionFeed(Feed):
     def _took(self, count: int, size: int) -> None:
         self._lifecycle.depend_on(self._session._post, Took(self._handle, count, size))
 
-    async def _receive(self, index: int, buffers: Sequence[memoryview] | OnDevice) -> bool:
-        try:
-            if (
-                self._near is not None
-                and not isinstance(buffers, OnDevice)
-                and await self._near.receive(index, buffers)
-            ):
-                # memory read after the session's end may have been anything
-                self._lifecycle.check_open()
-                return True
-            await self._session._receiving.chunk(self._handle, index, buffers)
-        except DatastatesError as exc:
-            if isinstance(exc, PeerFault):  # a message of the wrong length
-                self._lifecycle.fall(exc)
-            if self._lifecycle.error is not None:
-                await self._lifecycle.ended.wait()
-                raise again(self._lifecycle.error) from exc
-            raise
-        return self._session._is_bound
+    async def _receive(
+        self, waiting: dict[int, Destination], arrived: Callable[[int, bool], None]
+    ) -> None:
+        def is_read(index: int) -> None:
+            # memory read after the session's end may have been anything
+            self._lifecycle.check_open()
+            del waiting[index]
+            arrived(index, True)
+
+        def is_here(index: int) -> None:
+            del waiting[index]
+            arrived(index, self._session._is_bound)
+
+        on_host = {index: into for index, into in waiting.items() if not isinstance(into, OnDevice)}
+        if self._near is not None and on_host:
+            await self._near.receive(on_host, is_read)
+        while waiting:
+            if isinstance(next(iter(waiting.values())), OnDevice):
+                at_once = _STAGED_THERE
+            else:
+                at_once = _STAGED if self._session.data in {"ucx", "ipc"} else RUN
+            run = dict(islice(waiting.items(), at_once))
+            await self._session._receiving.receive(self._handle, run, is_here)
 
 
 def _decoded(body: bytes, kind: type[_T], most: int | None, room: Share | None) -> _T:

@@ -215,7 +215,7 @@ class Allocator:
                 future.exception()  # marks it as retrieved: the task that began it may wait no more
 
     async def take(self, owner: object, length: int) -> Stretch:
-        """A stretch for some bytes, at most ``PART_BYTES``; waits its turn."""
+        """A stretch for some bytes, at most a quarter of all; waits its turn."""
         if self._error is not None:
             raise self._error
         if (

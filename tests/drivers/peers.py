@@ -392,7 +392,7 @@ def _changed(number: int, random: Random, offer: Any) -> list[bytes]:
         ),
         *(Ask(number, each) for each in (Release(0), Digests(0, (0,)), Push(0, 100))),
         *(
-            Want(0, 0, 1, (100,)),
+            Want(0, (0,), 1, (100,)),
             Took(0, 1, 1),
             Moved(b"x", True),
             Ping(0),

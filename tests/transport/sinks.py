@@ -8,7 +8,7 @@ import random
 import selectors
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import pytest
 
 from datastates.errors import Disconnected
 from datastates.transport import fetch
-from datastates.transport.contract import Feed, Sink, Source
+from datastates.transport.contract import Destination, Feed, OnDevice, Sink, Source
 from datastates.transport.sending import digest_of
 
 T = TypeVar("T")
@@ -130,11 +130,13 @@ class BytesFeed(Feed):
         self._is_dead = False
         self.is_bound = True
 
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        self.asked.append(index)
-        self._flying += 1
+    async def receive(
+        self, chunks: Mapping[int, Destination], arrived: Callable[[int, bool], None]
+    ) -> None:
+        self.asked += chunks
+        self._flying += len(chunks)
         self.most_flying = max(self.most_flying, self._flying)
-        transfer = asyncio.create_task(self._transfer(index, buffers))
+        transfer = asyncio.create_task(self._transfer(chunks, arrived))
         try:
             await asyncio.shield(transfer)
         except asyncio.CancelledError:
@@ -143,8 +145,7 @@ class BytesFeed(Feed):
             await asyncio.wait({transfer})
             raise
         finally:
-            self._flying -= 1
-        return self.is_bound
+            self._flying -= len(chunks)
 
     async def digests(self, indexes: Sequence[int]) -> list[bytes]:
         return [digest_of([memoryview(self.chunks[index])]) for index in indexes]
@@ -152,13 +153,22 @@ class BytesFeed(Feed):
     async def close(self) -> None:
         """Nothing is held."""
 
-    async def _transfer(self, index: int, buffers: Sequence[memoryview]) -> None:
+    async def _transfer(
+        self, chunks: Mapping[int, Destination], arrived: Callable[[int, bool], None]
+    ) -> None:
+        left = dict(chunks)
         try:
             async with self._line:
-                await self._send(index, buffers)
+                for index, into in chunks.items():
+                    assert not isinstance(into, OnDevice)
+                    await self._send(index, into)
+                    del left[index]
+                    arrived(index, self.is_bound)
         except asyncio.CancelledError:
             await asyncio.sleep(0)  # what was on the wire still arrives
-            self._write(buffers, b"\xff" * len(self.chunks[index]))
+            for index, into in left.items():
+                assert not isinstance(into, OnDevice)
+                self._write(into, b"\xff" * len(self.chunks[index]))
             raise
 
     async def _send(self, index: int, buffers: Sequence[memoryview]) -> None:
@@ -196,17 +206,21 @@ class SourceFeed(Feed):
         self.is_killed = False
         self.is_bound = True
 
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        if self.is_killed:
-            raise Disconnected(f"{self.name} was killed")
-        data = b"".join(await self.source.chunk(index))
-        await asyncio.sleep(0)
-        if self.is_killed:
-            raise Disconnected(f"{self.name} was killed")
-        for buffer in buffers:
-            buffer[:], data = data[: len(buffer)], data[len(buffer) :]
-        self.sent += 1
-        return True
+    async def receive(
+        self, chunks: Mapping[int, Destination], arrived: Callable[[int, bool], None]
+    ) -> None:
+        for index, buffers in chunks.items():
+            if self.is_killed:
+                raise Disconnected(f"{self.name} was killed")
+            data = b"".join(await self.source.chunk(index))
+            await asyncio.sleep(0)
+            if self.is_killed:
+                raise Disconnected(f"{self.name} was killed")
+            assert not isinstance(buffers, OnDevice)
+            for buffer in buffers:
+                buffer[:], data = data[: len(buffer)], data[len(buffer) :]
+            self.sent += 1
+            arrived(index, True)
 
     async def digests(self, indexes: Sequence[int]) -> list[bytes]:
         return [digest_of(await self.source.chunk(index)) for index in indexes]

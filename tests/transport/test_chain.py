@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from datastates.errors import DatastatesError, Disconnected, Unavailable
 from datastates.transport import requests
 from datastates.transport.chain import Relay
+from datastates.transport.contract import Destination
 from datastates.transport.fetch import fetch
 from datastates.transport.requests import Chains
 from tests.transport.sinks import (
@@ -169,10 +171,12 @@ class _Wire(SourceFeed):
         super().__init__(name, receiver.relay.open())
         self.receiver = receiver
 
-    # fetch passes lists
-    async def receive(self, index: int, buffers: list[memoryview]) -> bool:  # type: ignore[override]
-        self.is_killed = self.receiver.is_killed
-        return await super().receive(index, buffers)
+    async def receive(
+        self, chunks: Mapping[int, Destination], arrived: Callable[[int, bool], None]
+    ) -> None:
+        for index, into in chunks.items():
+            self.is_killed = self.receiver.is_killed
+            await super().receive({index: into}, arrived)
 
 
 def test_one_copy_leaves_the_source_for_four_receivers() -> None:

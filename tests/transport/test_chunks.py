@@ -75,7 +75,7 @@ def test_a_chunk_that_will_not_come_raises_why_and_nothing_writes_there_afterwar
             memory = bytearray(CHUNK)
             assert await receive(feed, 0) == STATE[0]
             with pytest.raises(Unavailable, match="evicted meanwhile") as caught:
-                await feed.receive(3, [memoryview(memory)])
+                await feed.receive({3: [memoryview(memory)]}, lambda *_: None)
             assert world.far.links[0].aborted.is_set()  # nor does the sender go on with anything
             assert caught.value.nearest == UID
             assert world.near.links[0].aborted.is_set()
@@ -91,7 +91,7 @@ def test_a_chunk_whose_receiver_is_cancelled_is_not_written_to_afterwards() -> N
         async with session(world) as peer:
             feed = await opened(peer)
             memory = bytearray(CHUNK)
-            task = asyncio.create_task(feed.receive(0, [memoryview(memory)]))
+            task = asyncio.create_task(feed.receive({0: [memoryview(memory)]}, lambda *_: None))
             await until(lambda: bool(world.far.links))
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -216,9 +216,9 @@ def test_what_a_receiver_asks_wrongly_is_told_before_anything_is_sent() -> None:
         async with session(world) as peer:
             feed = await opened(peer)
             with pytest.raises(InvalidInput, match="10 bytes were asked for as chunk 0"):
-                await feed.receive(0, [memoryview(bytearray(10))])
+                await feed.receive({0: [memoryview(bytearray(10))]}, lambda *_: None)
             with pytest.raises(InvalidInput, match="no such chunk"):
-                await feed.receive(len(STATE), [memoryview(bytearray(10))])
+                await feed.receive({len(STATE): [memoryview(bytearray(10))]}, lambda *_: None)
             assert peer.is_open
 
     run(test)

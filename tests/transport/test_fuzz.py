@@ -210,8 +210,10 @@ def fitting(number: int) -> list[bytes]:
     """Messages that fit a session whose client holds the state open: what is left of them is
     often understood."""
     ask = number + 2
-    wants: list[Message] = [Want(0, index, number << 8, (len(STATE[index]),)) for index in (0, 1)]
-    wants.append(Want(0, 0, number << 8, (CHUNK - 1, 1)))
+    wants: list[Message] = [
+        Want(0, (index,), number << 8, (len(STATE[index]),)) for index in (0, 1)
+    ]
+    wants.append(Want(0, (0,), number << 8, (CHUNK - 1, 1)))
     questions: list[Question] = [
         Refs(),
         Find("loss < 1", 10),

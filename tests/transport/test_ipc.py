@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,29 +109,52 @@ def put(late: LateDevices, length: int) -> OnDevice:
     return OnDevice(memory, devices().mark(owner))
 
 
-def test_a_message_comes_to_memory_on_a_device_behind_what_its_owner_queued(
+def test_messages_come_to_memory_on_a_device_behind_what_its_owner_queued(
     late: LateDevices,
 ) -> None:
-    data, moved = random.Random(0).randbytes(9 << 20), list[int]()
+    messages, moved = Counter[str](), list[int]()
+    data = [random.Random(n).randbytes((4 << 20) - n) for n in range(11)]
 
-    async def work() -> torch.Tensor:
-        async with linked(PairedTransport()) as (here, there):
-            into = put(late, len(data))
-            coming = there.receive_there(5, into, lambda: moved.append(1))
+    def count(message: Message) -> Message:
+        messages[type(message).__name__] += 1
+        return message
+
+    async def work() -> list[torch.Tensor]:
+        async with linked(PairedTransport(count)) as (here, there):
+            into = [put(late, len(each)) for each in data]
+            coming = there.receive_there(5, into, moved.append)
             await there.posted()
-            await asyncio.gather(here.send(5, memoryview(data)), coming)
-            return into.memory
+            sends = [here.send(5 + n, memoryview(each)) for n, each in enumerate(data)]
+            await asyncio.gather(*sends, coming)
+            return [each.memory for each in into]
 
     memory = loop.run(work(), 30)
-    assert bytes(memory.numpy()) == data
-    assert moved == [1]
+    assert [bytes(each.numpy()) for each in memory] == data
+    assert sorted(moved) == list(range(11))
+    assert messages == {"Land": 1, "Room": 2, "Laid": 2}  # eight messages together
 
 
 def test_no_other_plane_takes_memory_on_a_device(late: LateDevices) -> None:
     async def work() -> None:
         async with linked(PairedTransport()) as (here, _):
             with pytest.raises(InvalidInput, match="does not reach"):
-                Link.receive_there(here, 5, put(late, 8), lambda: None)
+                Link.receive_there(here, 5, [put(late, 8)], lambda _: None)
+            with pytest.raises(InvalidInput, match="at most 4194304 bytes"):
+                here.receive_there(5, [put(late, (4 << 20) + 1)], lambda _: None)
+
+    loop.run(work(), 30)
+
+
+def test_one_wrong_length_of_several_is_the_peers_fault(late: LateDevices) -> None:
+    async def work() -> None:
+        async with linked(PairedTransport()) as (here, there):
+            coming = there.receive_there(5, [put(late, 100), put(late, 100)], lambda _: None)
+            await there.posted()
+            await asyncio.gather(
+                here.send(5, memoryview(bytes(100))), here.send(6, memoryview(bytes(99)))
+            )
+            with pytest.raises(PeerFault, match="has 99 bytes"):
+                await coming
 
     loop.run(work(), 30)
 

@@ -171,16 +171,12 @@ class TestLanes(TransportSuite):
                 memory = [[bytearray(size) for size in sizes] for _ in range(count)]
                 tags = [3 * n for n in range(count)]
                 waiting = [
-                    there.receive_all(
-                        tag, [memoryview(piece) for piece in each], lambda: moved.append(1)
-                    )
+                    there.receive_all(tag, [memoryview(piece) for piece in each], moved.append)
                     for tag, each in zip(tags, memory, strict=True)
                 ]
                 await there.posted()
                 sends = [
-                    here.send_all(
-                        tag, [memoryview(piece) for piece in each], lambda: moved.append(1)
-                    )
+                    here.send_all(tag, [memoryview(piece) for piece in each], moved.append)
                     for tag, each in zip(tags, data, strict=True)
                 ]
                 await asyncio.gather(*sends, *waiting)
@@ -189,7 +185,7 @@ class TestLanes(TransportSuite):
                 with pytest.raises(PeerFault, match="used twice"):
                     await asyncio.gather(
                         *(
-                            there.receive_all(5, [memoryview(bytearray(1))], lambda: None)
+                            there.receive_all(5, [memoryview(bytearray(1))], lambda _: None)
                             for _ in range(2)
                         )
                     )
@@ -203,10 +199,10 @@ class TestLanes(TransportSuite):
             async with linked(transport) as (here, there):
                 memory = [bytearray(100_000) for _ in range(8)]
                 waiting = [
-                    there.receive_all(tag, [memoryview(each)], lambda: None)
+                    there.receive_all(tag, [memoryview(each)], lambda _: None)
                     for tag, each in enumerate(memory)
                 ]
-                await here.send_all(0, [memoryview(bytes(range(250)) * 400)], lambda: None)
+                await here.send_all(0, [memoryview(bytes(range(250)) * 400)], lambda _: None)
                 await until(lambda: memory[0][-1] == 249)
                 await there.abort()
                 found = await asyncio.gather(*waiting, return_exceptions=True)

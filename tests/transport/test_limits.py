@@ -129,7 +129,7 @@ def test_a_peer_that_wants_the_same_chunk_for_ever_does_not_take_a_push_for_ever
 
             async def want() -> None:
                 while True:
-                    await far._post(Want(0, 0, 1, (CHUNK,)))
+                    await far._post(Want(0, (0,), 1, (CHUNK,)))
                     await asyncio.sleep(0.05)
 
             pushing = asyncio.create_task(peer.push(MemorySource(STATE), UID, offer()))

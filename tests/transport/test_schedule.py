@@ -37,7 +37,7 @@ def make(chunks: int, *, window: int = 2, expected: int = 1, timeout_s: float = 
 
 def starts(actions: list[Action]) -> list[tuple[int, int]]:
     assert all(isinstance(action, Start) for action in actions), actions
-    return [(action.feed, action.index) for action in actions if isinstance(action, Start)]
+    return [(action.feed, action.unit) for action in actions if isinstance(action, Start)]
 
 
 def test_nothing_missing_is_done_at_once() -> None:

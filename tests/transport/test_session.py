@@ -52,14 +52,17 @@ from tests.transport.worlds import (
 
 
 WRONG = [
-    Want(7, 0, 1, (CHUNK,)),
+    Want(7, (0,), 1, (CHUNK,)),
     Took(7, 1, CHUNK),
     Land(0, b"a handle"),
     Room(0, 0, 1, 0, 0, 1),
     Laid(0, 0, 1),
-    Want(0, len(STATE), 1, (CHUNK,)),
-    Want(0, 0, 1, (CHUNK, 1)),
-    Want(0, 0, 1, (1,)),
+    Want(0, (len(STATE),), 1, (CHUNK,)),
+    Want(0, (0,), 1, (CHUNK, 1)),
+    Want(0, (0,), 1, (1,)),
+    Want(0, (0, 1), 1, (CHUNK,)),
+    Want(0, (0, 1), 1, (2 * CHUNK,)),
+    Want(0, (0, 1), 1, (CHUNK, CHUNK, 1)),
     Ask(0, Release(7)),
     Part(3, b"x"),
     Answer(0, b"", True),
@@ -91,10 +94,10 @@ def test_more_chunks_at_once_than_allowed_end_the_session() -> None:
         world.far.hold.clear()
         async with session(world) as peer:
             await opened(peer)
-            wants = [peer._post(Want(0, 0, n, (CHUNK,))) for n in range(65)]
+            wants = [peer._post(Want(0, (0,), n, (CHUNK,))) for n in range(65)]
             await asyncio.gather(*wants, return_exceptions=True)
             await peer.wait_closed()
-            assert "more than 64 chunks at once" in str(peer.error)
+            assert "more than 64 requests for chunks" in str(peer.error)
         world.far.hold.set()
 
     run(test)
@@ -265,7 +268,7 @@ def test_a_receiver_that_takes_nothing_is_cut_off_and_its_pins_go() -> None:
         world.far.hold.clear()
         async with session(world, timeout_s=30) as peer:
             await opened(peer)
-            await peer._post(Want(0, 0, 1, (CHUNK,)))
+            await peer._post(Want(0, (0,), 1, (CHUNK,)))
             await peer.wait_closed()
             assert await asyncio.to_thread(world.store.opened[0].is_closed.wait, PATIENCE_S)
 

@@ -86,7 +86,8 @@ async def receive(feed: SessionFeed, index: int, *cuts: int) -> bytes:
     """A chunk of the state, received in pieces that end at ``cuts``."""
     memory = bytearray(len(STATE[index]))
     edges = [0, *cuts, len(memory)]
-    await feed.receive(index, [memoryview(memory)[a:b] for a, b in itertools.pairwise(edges)])
+    pieces = [memoryview(memory)[a:b] for a, b in itertools.pairwise(edges)]
+    await feed.receive({index: pieces}, lambda *_: None)
     return bytes(memory)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from datastates.state import in_place
-from datastates.transport import same_host
+from datastates.transport import fetch, same_host
 from tests.support.forge import Forge, forge
 from tests.transport.clones.processes import AT_ONCE_S, Served, Start, eventually, own_threads
 
@@ -33,6 +33,12 @@ def start(smith: Forge, tmp_path: Path) -> Iterator[Start]:
             return stack.enter_context(Served(smith, tmp_path / name, **arguments))
 
         yield begin
+
+
+@pytest.fixture
+def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most four chunks are requested together, and eight are under way."""
+    monkeypatch.setattr(fetch, "RUN", 4)
 
 
 @pytest.fixture(params=["wire"])

@@ -48,6 +48,8 @@ from tests.transport.clones.processes import (
     same,
 )
 
+pytestmark = pytest.mark.usefixtures("small_requests")
+
 CHUNKS = 16
 PACE_S = 0.005
 CHUNK = 4 * MIB

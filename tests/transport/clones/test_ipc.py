@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from tests.support.counted import counted
 from tests.support.late import LateDevices, Lateness
 from tests.support.late.digests import digesting_at_once
 
+Tensors = Sequence[torch.Tensor]
 TOKEN = "a token of these tests"
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 
@@ -51,11 +52,11 @@ def serve(lateness: str, fault: str, data: str) -> None:
     late.put(trained)
     copy, copies = ipc._copy, list[int]()
 
-    def wrong(stream: Stream, into: torch.Tensor, data: torch.Tensor, ready: Mark | None) -> None:
+    def wrong(stream: Stream, into: Tensors, data: Tensors, ready: Sequence[Mark]) -> None:
         copies.append(1)
         copy(stream, into, data, ready)
         if fault == "lies":
-            into[len(into) // 2] ^= 1
+            into[0][len(into[0]) // 2] ^= 1
         elif fault in ("dies", "stops") and len(copies) >= 2:
             signal.raise_signal(signal.SIGKILL if fault == "dies" else signal.SIGSTOP)
 
@@ -120,7 +121,9 @@ def way(monkeypatch: pytest.MonkeyPatch) -> str:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each copy out of what the other process can write."""
     return counted(
-        monkeypatch, "datastates.transport.ipc._copy", lambda stream, into, *_: int(into.numel())
+        monkeypatch,
+        "datastates.transport.ipc._copy",
+        lambda stream, into, *_: sum(each.numel() for each in into),
     )
 
 
@@ -162,11 +165,10 @@ def test_what_the_source_writes_afterwards_changes_nothing(
 ) -> None:
     copied, copy = list[int](), ipc._copy
 
-    def and_then_other(
-        stream: Stream, into: torch.Tensor, data: torch.Tensor, ready: Mark | None
-    ) -> None:
+    def and_then_other(stream: Stream, into: Tensors, data: Tensors, ready: Sequence[Mark]) -> None:
         copy(stream, into, data, ready)
-        data.fill_(9)  # as if by the source: landing memory
+        for each in data:
+            each.fill_(9)  # as if by the source: landing memory
         copied.append(1)
 
     monkeypatch.setattr(ipc, "_copy", and_then_other)

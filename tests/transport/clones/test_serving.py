@@ -249,7 +249,7 @@ class Pinning:
     def read(self, number: int) -> bytes:
         """The first chunk of a state that was opened."""
         memory = bytearray(self.feeds[number].lengths[0])
-        loop.run(self.feeds[number].receive(0, [memoryview(memory)]))
+        loop.run(self.feeds[number].receive({0: [memoryview(memory)]}, lambda *_: None))
         return bytes(memory)
 
 

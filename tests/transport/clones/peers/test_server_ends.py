@@ -78,6 +78,7 @@ def test_ends_come_in_any_order_and_twice(made: Made, url: str, order: tuple[str
         datastates.connect(server.url, timeout_s=2)
 
 
+@pytest.mark.usefixtures("small_requests")
 @pytest.mark.parametrize("who", ["server", "peer"])
 def test_a_clone_under_way_ends_with_either_side(made: Made, url: str, who: str) -> None:
     """The state has more chunks than are asked for at once, and the first one waits until the
