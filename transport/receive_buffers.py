@@ -339,25 +339,39 @@ def scatter(
     return device_writer.marks(homes)
 
 
-# A few reusable buffers of one chunk each, for bytes that cannot be received in place.
+# Buffers for bytes of a chunk that cannot be received in place.
 
 
 class Scratch:
-    """At most ``count`` buffers, made when first needed. Contents of pinned buffers are copied to a
-    device."""
+    """Buffers of at most ``count`` chunks together, made when they are needed.
+
+    Contents of pinned buffers are copied to a device. Each has a whole chunk, and is used again."""
 
     def __init__(self, count: int, *, is_pinned: bool = False) -> None:
         self._left, self._free = count, list[tuple[torch.Tensor, Sequence[Mark]]]()
+        self._bytes, self._most = 0, count * CHUNK_BYTES
         self._is_pinned = is_pinned
         self._lock = threading.Lock()
 
-    def take(self) -> torch.Tensor | None:
-        """A buffer of ``CHUNK_BYTES``; None if all are in use. Waits if only devices still use
-        the last ones."""
+    def take(self, length: int) -> torch.Tensor | None:
+        """A buffer of at least ``length`` bytes; None if too many are in use. Waits if only devices
+        still use the last ones."""
+        if self._is_pinned:
+            return self._take_pinned()
+        with self._lock:
+            if self._bytes and self._bytes + length > self._most:
+                return None
+            self._bytes += length
+        return torch.empty(length, dtype=torch.uint8, device="cpu")
+
+    def _take_pinned(self) -> torch.Tensor | None:
         with self._lock:
             # devices are done with the first ones
-            order = range(len(self._free)) if self._is_pinned else reversed(range(len(self._free)))
-            ready = (index for index in order if all(mark.query() for mark in self._free[index][1]))
+            ready = (
+                index
+                for index, (_, marks) in enumerate(self._free)
+                if all(mark.query() for mark in marks)
+            )
             index = next(ready, None)
             if index is not None:
                 return self._free.pop(index)[0]
@@ -369,14 +383,15 @@ class Scratch:
             for mark in given[1]:
                 mark.synchronize()
             return given[0]
-        if self._is_pinned:
-            return devices().pinned((CHUNK_BYTES,), torch.uint8)
-        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+        return devices().pinned((CHUNK_BYTES,), torch.uint8)
 
     def give(self, buffer: torch.Tensor, marks: Sequence[Mark] = ()) -> None:
         """Take back a buffer, which is free again once these marks are reached."""
         with self._lock:
-            self._free.append((buffer, marks))
+            if self._is_pinned:
+                self._free.append((buffer, marks))
+            else:
+                self._bytes -= buffer.numel()
 
 
 # The tensors of a state before its bytes are there, over the memory into which the bytes will

@@ -22,6 +22,7 @@ from datastates.state.tree import unflatten
 from datastates.system.devices import Mark, devices
 
 from .contract import OnDevice, Sink
+from .protocol import RUN
 from .receive_buffers import (
     DIRECT_BYTES,
     DeviceWriter,
@@ -70,8 +71,8 @@ class ObjectsSink(Sink):
     are received in place: from the beginning until ``commit`` the objects are dirty, or until
     ``close`` if no buffer was handed out. ``only`` and ``strict`` are as in ``restore_into``.
     ``skip_equal`` leaves out chunks that the objects hold already (not with ``atomic``). ``keep``
-    keeps every accepted chunk for ``pieces`` until ``close``. ``scratch`` is the number of chunks
-    that may be on their way and cannot be received in place. ``memory_cache`` keeps the memory of
+    keeps every accepted chunk for ``pieces`` until ``close``. ``scratch`` is the size, in chunks,
+    of what may be on its way and cannot be received in place. ``memory_cache`` keeps the memory of
     one clone for the next.
 
     :raises InvalidInput: the state does not fit the objects.
@@ -136,7 +137,9 @@ class ObjectsSink(Sink):
             wait_for_copies(objects)
             in_place.mark(((home.path, home.live) for home in self._homes.values()), self._token)
         self._device_writer = DeviceWriter(home.flat for home in self._homes.values())
-        self._staging_buffers = staging_buffers_of(self._homes, self._device_writer, scratch)
+        self._staging_buffers = staging_buffers_of(
+            self._homes, self._device_writer, min(scratch, RUN)
+        )
         self._there = {
             index: device
             for index, each in self._routes.items()
@@ -154,24 +157,22 @@ class ObjectsSink(Sink):
     def buffers(self, index: int) -> Sequence[memoryview] | None:
         self._check_open(is_thorough=False)
         segments = self._routes[index]
-        scratch = None
-        if any(segment.memory is None for segment in segments) and not self._keeps:
-            scratch = self._scratch.take()
+        scratch, memory = None, list[memoryview]()
+        length = sum(segment.length for segment in segments if segment.memory is None)
+        if length and not self._keeps:
+            scratch = self._scratch.take(length)
             if scratch is None:
                 return None
-        packed = (
-            self._stream_memory.memory(index * CHUNK_BYTES, CHUNK_BYTES)
-            if scratch is None
-            else memoryview(scratch.numpy().data)
-        )
-        memory = [
-            (
-                each.memory
-                if each.memory is not None
-                else packed[each.offset : each.offset + each.length]
-            )
-            for each in segments
-        ]
+        packed = None if scratch is None else memoryview(scratch.numpy().data)
+        for segment in segments:
+            if segment.memory is not None:
+                memory.append(segment.memory)
+            elif packed is not None:
+                memory.append(packed[: segment.length])
+                packed = packed[segment.length :]
+            else:
+                start = index * CHUNK_BYTES + segment.offset
+                memory.append(self._stream_memory.memory(start, segment.length))
         with self._lock:
             self._is_touched = bool(self._homes)
             del self._missing[index]

@@ -178,7 +178,7 @@ def _flat(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
 # The states that one end of a session holds open for the other, and how their chunks are sent.
 
 
-WANTS = 64
+WANTS = 16
 """The most requests for chunks that a peer may have under way at once."""
 
 HANDLES = 64

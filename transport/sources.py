@@ -18,7 +18,7 @@ from .chain import Forwarder
 from .contract import Feed, Sink, Tls
 from .fetch import Fetched, fetch
 from .limits import LISTED_BYTES, LISTING_TIMEOUTS, Budget, Share
-from .protocol import StatePage
+from .protocol import RUN, StatePage
 from .registry import transport_for
 from .session import Session, SessionFeed
 from .state_parts import OpenParts, fetch_parts, open_parts, scratch_for
@@ -61,8 +61,10 @@ class OpenState:
 
     @property
     def scratch(self) -> int:
-        """How many chunks may be on their way at once, at least."""
-        return 16 if self.parts is None else max(16, scratch_for(self.parts.parts))
+        """How many chunks may be on their way at once."""
+        if self.parts is not None:
+            return max(16, scratch_for(self.parts.parts))
+        return 2 * RUN if len(self.feeds) == 1 else 16
 
     async def close(self) -> None:
         """Release the state."""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
+from collections import Counter
+from types import FrameType
 
 import pytest
 
 from datastates.errors import Disconnected, InvalidInput, Unavailable
-from tests.transport.stores import CHUNK, UID, manifest_of
+from datastates.transport.fetch import fetch
+from datastates.transport.protocol import Message, Moved, Ping
+from datastates.transport.session import Session
+from tests.transport.stores import CHUNK, UID, MemorySink, chunks, manifest_of
 from tests.transport.worlds import STATE, World, opened, receive, run, session, until
 
 
@@ -51,6 +58,43 @@ def test_receives_are_posted_before_the_chunk_is_asked_for() -> None:
             assert before == [3]
 
     run(test)
+
+
+def test_a_clone_of_three_hundred_chunks_takes_twenty_messages_and_few_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, messages = Counter[str](), Counter[str]()
+    post = Session._post
+
+    async def counting(self: Session, message: Message) -> None:
+        if not isinstance(message, Ping | Moved):  # a session sends Moved once
+            messages[type(message).__name__] += 1
+        await post(self, message)
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "/transport/" in frame.f_code.co_filename:
+            calls[frame.f_code.co_qualname] += 1
+
+    async def test(world: World) -> None:
+        world.store.states[UID] = chunks(2, 300, 100)
+        async with session(world) as peer:
+            threading.setprofile(profile)
+            sys.setprofile(profile)
+            try:
+                state = await peer.resolve("main")
+                told, feed = await peer.open(state.uid)
+                sink = MemorySink(told.manifest)
+                await fetch(sink, [feed])
+                await feed.close()
+            finally:
+                sys.setprofile(None)
+                threading.setprofile(None)
+        assert [bytes(each) for each in sink.memory] == world.store.states[UID]
+
+    monkeypatch.setattr(Session, "_post", counting)
+    run(test)
+    assert messages.total() <= 20, messages
+    assert calls.total() <= 300 * 100, calls.most_common(20)
 
 
 def test_no_data_plane_is_made_before_a_chunk_is_wanted() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,9 @@ import datastates
 from datastates.config import Config
 from datastates.errors import Corrupt, Dirty, Disconnected, Unavailable, Unsupported
 from datastates.system.devices import Mark, Stream
-from datastates.transport import ipc, same_host
+from datastates.transport import fetch, ipc, same_host
+from datastates.transport.protocol import Message
+from datastates.transport.session import Session
 from tests.support import warm
 from tests.support.counted import counted
 from tests.support.late import LateDevices, Lateness
@@ -158,6 +161,29 @@ def test_a_source_puts_chunks_onto_the_device_and_they_land_in_order(
     here = clone(url, lateness)
     assert is_doubled(here)
     assert sum(copies) > 9 << 20
+
+
+def test_chunks_for_a_device_are_announced_and_copied_together(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state has 11 chunks. The buffer on the device takes 8 together."""
+    monkeypatch.setattr(fetch, "_UNITS", 1)
+    launched, messages = list[int](), Counter[str]()
+    post = Session._post
+
+    async def counting(self: Session, message: Message) -> None:
+        messages[type(message).__name__] += 1
+        await post(self, message)
+
+    monkeypatch.setattr(Session, "_post", counting)
+    counted(monkeypatch, "datastates.transport.ipc._copy", found=launched)
+    assert is_doubled(clone(url, Lateness.BOTH))
+    assert {name: messages[name] for name in ("Want", "Room", "Land")} == {
+        "Want": 1,
+        "Room": 1,
+        "Land": 1,
+    }
+    assert len(launched) == 1
 
 
 def test_what_the_source_writes_afterwards_changes_nothing(

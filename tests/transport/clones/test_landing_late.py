@@ -3,6 +3,7 @@ whole when it is committed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from datastates.transport.receive_buffers import DeviceWriter
 from datastates.transport.receive_objects import ObjectsSink
 from tests.support.cloning import Sent, check_landing, feed, sent
 from tests.support.late import LateDevices, Lateness
+from tests.support.late.digests import digesting_at_once
 from tests.support.planting import without
 
 
@@ -83,6 +85,28 @@ def test_a_clone_waits_for_the_device_once_where_buffers_are_enough(state: Sent)
         before = late.schedule.waits_of_this_thread()
         feed(sink, state.chunks)
         assert late.schedule.waits_of_this_thread() == before
+        sink.commit()
+        sink.close()
+        late.schedule.catch_up()
+
+
+@pytest.mark.parametrize("cores", [1, 64], ids=["the device checks", "the host checks"])
+def test_a_clone_of_many_small_tensors_launches_few_operators(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """360 tensors in two chunks. A copy of many tensors in one call counts once for each."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    state = sent({"model": nn.Sequential(*(nn.Linear(100, 100) for _ in range(180)))})
+    late, here = (
+        LateDevices(Lateness.BOTH),
+        nn.Sequential(*(nn.Linear(100, 100) for _ in range(180))),
+    )
+    late.put(here)
+    with digesting_at_once(), late.running():
+        sink = ObjectsSink(state.checked, {"model": here}, atomic=False)
+        before = late.schedule.launches_of_this_thread()
+        feed(sink, state.chunks)
+        assert late.schedule.launches_of_this_thread() - before <= 360 + 8 * len(state.chunks)
         sink.commit()
         sink.close()
         late.schedule.catch_up()
