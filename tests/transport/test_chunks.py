@@ -12,7 +12,7 @@ import pytest
 
 from datastates.errors import Disconnected, InvalidInput, Unavailable
 from datastates.transport.fetch import fetch
-from datastates.transport.protocol import Message, Moved, Ping
+from datastates.transport.protocol import Message, Moved, Ping, Want
 from datastates.transport.session import Session
 from tests.transport.stores import CHUNK, UID, MemorySink, chunks, manifest_of
 from tests.transport.worlds import STATE, World, opened, receive, run, session, until
@@ -58,6 +58,48 @@ def test_receives_are_posted_before_the_chunk_is_asked_for() -> None:
             assert before == [3]
 
     run(test)
+
+
+def test_chunks_that_came_before_the_link_broke_are_not_requested_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted, came = list[tuple[int, ...]](), list[tuple[int, bytes]]()
+    post = Session._post
+
+    async def noting(self: Session, message: Message) -> None:
+        if isinstance(message, Want):
+            wanted.append(message.indexes)
+        await post(self, message)
+
+    async def test(world: World) -> None:
+        broken = asyncio.Event()
+
+        async def breaks(index: int) -> None:
+            if index == 2 and not broken.is_set():
+                while len(came) < 2:  # noqa: ASYNC110 # what it waits for has no event
+                    await asyncio.sleep(0.001)
+                broken.set()
+                world.far.die()
+
+        world.store.before = breaks
+        memory = {index: bytearray(len(STATE[index])) for index in range(4)}
+
+        def arrived(index: int, is_bound: bool) -> None:
+            assert not is_bound
+            came.append((index, bytes(memory[index])))
+            memory[index][:] = bytes(len(memory[index]))  # as if it were used elsewhere
+
+        async with session(world) as peer:
+            feed = await opened(peer)
+            await feed.receive(
+                {index: [memoryview(each)] for index, each in memory.items()}, arrived
+            )
+        assert sorted(came) == [(index, STATE[index]) for index in range(4)]
+        assert not any(map(any, memory.values()))
+
+    monkeypatch.setattr(Session, "_post", noting)
+    run(test)
+    assert wanted == [(0, 1, 2, 3), (2, 3)]
 
 
 def test_a_clone_of_three_hundred_chunks_takes_twenty_messages_and_few_calls(

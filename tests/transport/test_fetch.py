@@ -323,6 +323,23 @@ def test_an_error_of_the_sink_ends_the_clone_and_blames_no_peer() -> None:
     assert sink.is_whole()
 
 
+def test_of_chunks_that_are_requested_together_only_those_that_are_not_here_come_again() -> None:
+    chunks = make_chunks(40)
+    sink = BytesSink(chunks)
+    first = BytesFeed("first", chunks, pace_s=0.01, dies_at=7)
+    second = BytesFeed("second", chunks)
+
+    with pytest.raises(Disconnected):
+        simulate(lambda: fetch(sink, [first], window=20))
+    assert first.asked[:10] == list(range(10))
+    assert sorted(sink.data) == list(range(7))
+    assert not sink.lent
+    fetched, _ = simulate(lambda: fetch(sink, [second], window=20))
+    assert sink.is_whole()
+    assert fetched.chunks == 33
+    assert sorted(second.asked) == list(range(7, 40))
+
+
 # --- wrong bytes ----------------------------------------------------------------------------------
 
 
