@@ -178,14 +178,14 @@ def _flat(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
 # The states that one end of a session holds open for the other, and how their chunks are sent.
 
 
-WANTS = 16
+WANTS = 32
 """The most requests for chunks that a peer may have under way at once."""
 
 HANDLES = 64
 """The most states that a peer may hold open at once."""
 
 _FINISH_S = 1.0
-_AHEAD = 4  # chunks of one request that are sent at once
+_AHEAD = 3  # chunks of one request that are sent at once
 _CLOSED = "the state is no longer held open for sending: open it again"
 _logger = logging.getLogger(__name__)
 _logger.addFilter(RateLimitFilter())
@@ -585,6 +585,7 @@ async def _read(held: _OpenSource, index: int) -> Sequence[memoryview]:
 # The chunks that were requested on one session.
 
 
+_REQUESTS = WANTS // 4  # at once: the sender notes later than the receiver that one is done
 _WORD_S = 0.1
 _TRIES = 4  # each over a new link
 
@@ -604,7 +605,7 @@ class ChunkReceiver:
         self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float]
     ) -> None:
         self._plane, self._post, self._clock = plane, post, clock
-        self._room = asyncio.Semaphore(WANTS)
+        self._room = asyncio.Semaphore(_REQUESTS)
         self._wanted: dict[int, tuple[asyncio.Future[Any], asyncio.Future[Gone]]] = {}
         self._tags, self._count = secrets.randbits(31) << 32, 0
         self._moved_at, self._has_moved = clock(), False

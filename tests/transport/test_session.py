@@ -94,10 +94,10 @@ def test_more_chunks_at_once_than_allowed_end_the_session() -> None:
         world.far.hold.clear()
         async with session(world) as peer:
             await opened(peer)
-            wants = [peer._post(Want(0, (0,), n, (CHUNK,))) for n in range(17)]
+            wants = [peer._post(Want(0, (0,), n, (CHUNK,))) for n in range(33)]
             await asyncio.gather(*wants, return_exceptions=True)
             await peer.wait_closed()
-            assert "more than 16 requests for chunks" in str(peer.error)
+            assert "more than 32 requests for chunks" in str(peer.error)
         world.far.hold.set()
 
     run(test)
