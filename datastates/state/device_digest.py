@@ -41,7 +41,6 @@ class Digester:
     def __init__(self, chunks: Sequence[tuple[int, Sequence[Part]]]) -> None:
         self._blocks = Blocks(chunks)
         self.lengths, self.like = self._blocks.lengths, self._blocks.like
-        self._is_in_order = self._blocks.order == sorted(self._blocks.order)
         self._constants: dict[str, torch.Tensor] = {}
         self._launch: Any = None
         self._places: list[int] = []
@@ -80,12 +79,9 @@ class Digester:
                     # Triton launches on the device that is selected
                     found = self._launch(edges)
             else:
-                found = self._by_operators(edges)
-            return (
-                found
-                if self._is_in_order
-                else found[self._constant("places", np.argsort(blocks.order))]
-            )
+                in_order = self._constant("in order", np.argsort(blocks.order))
+                found = self._by_operators(edges)[in_order]
+        return found
 
     def _by_operators(self, edges: torch.Tensor) -> torch.Tensor:
         blocks, secret = self._blocks, self._constant("inner", INNER)

@@ -3,7 +3,8 @@ through the blocks of each chunk.
 
 ``device_digest`` imports this if Triton is installed. ``xxh3.Blocks`` defines which bytes make up
 which chunks. On an H100 the first kernel reads 2.8 TB/s. The second takes as long as its chain of
-dependent steps, for any number of chunks.
+dependent steps, for any number of chunks. Therefore each is launched once for many chunks, with
+the blocks that are in one tensor and the gathered ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -28,26 +30,27 @@ _UNROLLED = tl.constexpr(4)
 
 More take longer to compile, and no less time to run."""
 
-_GROUP = 256
-"""The most chunks that are digested at once: their sums take 64 MiB of the device."""
+_GROUP = 512
+"""The most chunks that are digested at once: their sums take 128 MiB of the device."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton's
 def sums(
     tiles: tl.tensor,
-    base: tl.tensor,
+    edges: tl.tensor,
     secret: tl.tensor,
     out: tl.tensor,
     most: tl.constexpr,
     at_once: tl.constexpr,
 ) -> None:
-    """What the blocks of tile ``program_id`` add to the lanes. A tile is the offset of its first
-    block from ``base``, its row in ``out``, and the number of its blocks.
+    """What the blocks of tile ``program_id`` add to the lanes. A tile is where its first block is,
+    its row in ``out``, the number of its blocks, and whether the first is an offset from ``edges``.
 
     Each word adds a product to its own lane, and itself to the adjacent lane. The two are summed
     apart, so that only sums change places.
     """
-    tile = tiles + tl.program_id(0) * 3
+    tile = tiles + tl.program_id(0) * 4
+    base = tl.load(tile + 3) * edges
     source = tl.multiple_of((tl.load(tile) + base).to(tl.pointer_type(tl.uint64)), 16)
     row, count = tl.load(tile + 1), tl.load(tile + 2)
     stripe = tl.arange(0, 16)[None, :, None]
@@ -75,16 +78,16 @@ def chain(
 ) -> None:
     """The lanes of chunk ``program_id``, from what its blocks add and from its last block. ``ends``
     has for each chunk the number of blocks before that one, its stripes, where it begins, where the
-    last 64 bytes are, and whether these two are offsets from ``edges``.
+    last 64 bytes are, whether these two are offsets from ``edges``, and the chunk's row in ``out``.
 
     ``words`` has the secret of the last block, the initial lanes, and the secret that is mixed in.
     """
     chunk = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 8)
-    blocks, stripes = tl.load(ends + chunk * 5), tl.load(ends + chunk * 5 + 1)
-    base = tl.load(ends + chunk * 5 + 4) * edges
-    last = (tl.load(ends + chunk * 5 + 2) + base).to(tl.pointer_type(tl.uint64))
-    final = (tl.load(ends + chunk * 5 + 3) + base).to(tl.pointer_type(tl.uint64))
+    blocks, stripes = tl.load(ends + chunk * 6), tl.load(ends + chunk * 6 + 1)
+    base = tl.load(ends + chunk * 6 + 4) * edges
+    last = (tl.load(ends + chunk * 6 + 2) + base).to(tl.pointer_type(tl.uint64))
+    final = (tl.load(ends + chunk * 6 + 3) + base).to(tl.pointer_type(tl.uint64))
     lanes = tl.load(words + 128 + lane)
     mix = tl.load(words + 136 + lane)
     here = added + chunk * longest * 8 + lane
@@ -98,19 +101,17 @@ def chain(
         beside = tl.load(source + (lane ^ 1), mask=is_read, other=0)
         key = data ^ tl.load(words + stripe * 8 + lane)
         lanes += tl.where(is_read, beside + (key & 0xFFFFFFFF) * (key >> 32), 0)
-    tl.store(out + chunk * 8 + lane, lanes)
+    tl.store(out + tl.load(ends + chunk * 6 + 5) * 8 + lane, lanes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Chunks that are digested at once: from ``first`` on, ``count`` of them, the longest of
-    ``longest`` blocks before its last."""
+    """``count`` chunks that are digested at once, the longest of ``longest`` blocks before its
+    last."""
 
-    first: int
     count: int
     longest: int
     tiles: torch.Tensor
-    rests: torch.Tensor
     ends: torch.Tensor
 
 
@@ -129,25 +130,18 @@ class Launch:
         )
 
     def __call__(self, edges: torch.Tensor) -> torch.Tensor:
-        """Queue the kernels on the current stream. Returns the lanes, (chunks, 8). ``edges`` are
-        the gathered blocks. The blocks of ``Blocks.lasts`` may be missing."""
+        """Queue the kernels on the current stream. Returns the lanes, (chunks, 8), in the caller's
+        order. ``edges`` are the gathered blocks. The blocks of ``Blocks.lasts`` may be missing."""
         words, base = edges.view(torch.uint64), edges.data_ptr()
         lanes = words.new_empty(self._count, 8)
         for group in self._groups:
             added = words.new_empty(group.count, group.longest, 8)
-            for tiles, start in ((group.tiles, 0), (group.rests, base)):
-                if len(tiles):
-                    sums[(len(tiles),)](
-                        tiles, start, self._inner, added, most=_MOST, at_once=_AT_ONCE
-                    )
+            if len(group.tiles):
+                sums[(len(group.tiles),)](
+                    group.tiles, base, self._inner, added, most=_MOST, at_once=_AT_ONCE
+                )
             chain[(group.count,)](
-                added,
-                base,
-                group.ends,
-                self._words,
-                lanes[group.first :],
-                group.longest,
-                num_warps=1,
+                added, base, group.ends, self._words, lanes, group.longest, num_warps=1
             )
         return lanes.view(torch.int64)
 
@@ -155,39 +149,34 @@ class Launch:
 def _group(blocks: Blocks, first: int, count: int) -> _Group:
     chunks, longest = range(first, first + count), max(blocks.counts[first : first + count])
     tiles = [
-        (
-            run.data.data_ptr() + begin * BLOCK_BYTES,
-            (run.chunk - first) * longest + run.block + begin,
-            min(_MOST, whole - begin),
-        )
+        _tiles(run.data, (run.chunk - first) * longest + run.block)
         for run in blocks.runs
         if run.chunk in chunks
-        for whole in (run.data.numel() // BLOCK_BYTES,)
-        for begin in range(0, whole, _MOST)
     ]
     rests = [
-        (row * BLOCK_BYTES, (chunk - first) * longest + block, 1)
+        (row * BLOCK_BYTES, (chunk - first) * longest + block, 1, 1)
         for row, (chunk, block) in enumerate(blocks.rests)
         if chunk in chunks
     ]
-    ends = [_end(blocks, chunk) for chunk in chunks]
-    found = (
-        brought(np.array(each, np.int64).reshape(-1, width), blocks.like)
-        for each, width in ((tiles, 3), (rests, 3), (ends, 5))
-    )
-    return _Group(first, count, longest, *found)
+    found = np.concatenate([*tiles, np.array(rests, np.int64).reshape(-1, 4)])
+    ends = np.array([_end(blocks, chunk) for chunk in chunks], np.int64)
+    return _Group(count, longest, brought(found, blocks.like), brought(ends, blocks.like))
 
 
-def _end(blocks: Blocks, chunk: int) -> tuple[int, int, int, int, int]:
+def _tiles(data: torch.Tensor, row: int) -> npt.NDArray[np.int64]:
+    """The rows of ``tiles`` for whole blocks in one tensor."""
+    whole = data.numel() // BLOCK_BYTES
+    begins = np.arange(0, whole, _MOST)
+    starts, counts = data.data_ptr() + begins * BLOCK_BYTES, np.minimum(_MOST, whole - begins)
+    return np.stack([starts, row + begins, counts, np.zeros_like(begins)], axis=1)
+
+
+def _end(blocks: Blocks, chunk: int) -> tuple[int, ...]:
     """A row of ``ends``."""
-    found = blocks.lasts.get(chunk)
-    if found is not None:
-        return (
-            blocks.counts[chunk],
-            blocks.stripes[chunk],
-            found[0].data_ptr(),
-            found[1].data_ptr(),
-            0,
-        )
-    row = (len(blocks.rests) + chunk) * BLOCK_BYTES
-    return blocks.counts[chunk], blocks.stripes[chunk], row, row + BLOCK_BYTES - STRIPE_BYTES, 1
+    found, row = blocks.lasts.get(chunk), (len(blocks.rests) + chunk) * BLOCK_BYTES
+    places = (
+        (row, row + BLOCK_BYTES - STRIPE_BYTES, 1)
+        if found is None
+        else (found[0].data_ptr(), found[1].data_ptr(), 0)
+    )
+    return blocks.counts[chunk], blocks.stripes[chunk], *places, blocks.order[chunk]

@@ -11,7 +11,7 @@ from datastates.state import kernels
 WORDS, NUMBERS = "*u64", "*i64"
 SUMS = {
     "tiles": NUMBERS,
-    "base": "i64",
+    "edges": "i64",
     "secret": WORDS,
     "out": WORDS,
     "most": "constexpr",
