@@ -454,13 +454,10 @@ def compile_plan(
         if shares is None:
             dense = dense_view(tensor)
             is_dense = dense is not None
-            packed = tensor if is_dense else _dense(tensor)
+            packed = tensor if is_dense else compact(tensor)
             specs.append(spec_of(leaf.path, packed))
-            sources.append(
-                _source(
-                    index, leaf, tensor, _bytes_of(packed), is_dense=is_dense, may_wait=may_wait
-                )
-            )
+            data = _bytes_of(packed) if dense is None else dense
+            sources.append(_source(index, leaf, tensor, data, is_dense=is_dense, may_wait=may_wait))
             continue
         specs.append(shares.specs[index])
         for box in shares.boxes[index]:
