@@ -136,7 +136,6 @@ class DeviceCopies:
         self._streams: dict[torch.device, Stream] = {}
         self._digesting: dict[torch.device, Stream] = {}
         self._thread: threading.Thread | None = None
-        self._is_pinned = False
 
     def begin(self, job: CopyJob, *, is_deferring: bool) -> None:
         """Put aside what may change next, or copy it now; everything else may change only after a
@@ -145,12 +144,7 @@ class DeviceCopies:
         Unless ``is_deferring``, no chunk is treated as still, since that would mean waiting for its
         digest.
         """
-        plan = job.plan
-        if not self._is_pinned and plan.devices:
-            # only now: registering creates a context on the device
-            self._is_pinned = True
-            self._arena.pin(DeviceRegistrar(plan.devices[0]))
-        for device in dict.fromkeys((*plan.devices, *map(devices().of, job.numbers))):
+        for device in dict.fromkeys((*job.plan.devices, *map(devices().of, job.numbers))):
             self._begin_on(device, job, is_deferring=is_deferring)
 
     def put(self, job: CopyJob | None) -> None:
@@ -249,6 +243,7 @@ class DeviceCopies:
         if skipped:
             large = [*beside(large, skipped)]
         if large:
+            self._arena.pin(DeviceRegistrar(device))
             pairs = placed(large, job.slots, self._arena)
             held += pairs[1]
             devices().wait(side, devices().mark(current))
@@ -274,6 +269,9 @@ class DeviceCopies:
         for crossing in job.crossings:
             try:
                 if job.error is None:
+                    if crossing.device in job.plan.devices:
+                        # on this thread, because it may take as long as to touch all memory
+                        self._arena.pin(DeviceRegistrar(crossing.device))
                     self._cross(crossing, job)
             except BaseException as exc:
                 # the handle raises any error, and the thread continues

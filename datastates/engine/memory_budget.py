@@ -213,6 +213,9 @@ class Prefaulter:
                 began = time.perf_counter()
                 if self._arena.warm < self.ahead:
                     self._arena.warm_up()
+                    if self._arena.warm >= self.ahead:
+                        # now, as many small registrations would divide copies
+                        self._arena.register()
                     self._rest(_REST * (time.perf_counter() - began))
                 elif self._arena.merge_pages():
                     self._rest(_MERGE_REST * (time.perf_counter() - began))

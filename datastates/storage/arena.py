@@ -95,31 +95,23 @@ class Pinned:
     def __init__(self, registrar: Registrar, owner: object) -> None:
         self._registrar, self._owner = registrar, owner
         self._starts: list[int] = []
-        self._edges: list[int] = []
-        self._is_refused = False
+        self.is_refused = False
         self._lock = threading.Lock()
 
     def add(self, address: int, length: int) -> None:
         """Register the stretch that follows all others; does nothing once one was refused."""
         with self._lock:
-            if self._is_refused or self._owner is None:
+            if self.is_refused or self._owner is None:
                 return
             try:
-                self._edges.append(address)
                 self._registrar.register(address, length)
             except Unavailable as exc:
-                self._is_refused = True
+                self.is_refused = True
                 _logger.warning(
                     "%s: captures from a device go through pageable memory, and take longer", exc
                 )
                 return
             self._starts.append(address)
-
-    def is_joint(self, first: int, last: int) -> bool:
-        """Whether two addresses are in one registration. A copy from or to a device must not cross
-        into another registration."""
-        with self._lock:
-            return bisect_right(self._edges, first) == bisect_right(self._edges, last)
 
     def unregister_all(self) -> None:
         """Unregister all, then release the owner; idempotent."""
@@ -205,6 +197,7 @@ class Arena:
         self._coming = 0
         self._pinned: Pinned | None = None
         self._registered = 0
+        self._edges: list[int] = []  # where registrations begin
         self._is_closed = False
         self._changed = Notifier()
         self._lock, self._registering = Mutex(), Mutex()
@@ -262,8 +255,6 @@ class Arena:
             self._changed.wait_for(
                 lambda: self._is_closed or not 0 < self._missing(lengths, most) <= self._coming
             )
-        if self._warm > before:
-            self._register()
         return slots
 
     def occupy(self, taken: Mapping[int, int]) -> None:
@@ -287,12 +278,11 @@ class Arena:
                 self._taken[slot] = taken_by(length)
                 self._used += taken_by(length)
             self._add(end, self._warm)
-        self._register()
 
     def make_real(self, slots: Iterable[int]) -> None:
         """Touch the acquired slots of whole chunks that were never touched. This is faster than
         copying to untouched memory."""
-        if not self._untouched or self._pinned is not None:  # registered memory is real
+        if not self._untouched:
             return
         for block in slots:
             if block in self._untouched:
@@ -315,7 +305,6 @@ class Arena:
         try:
             for block in fresh:
                 self._touch(block, is_awaited=False)
-            self._register()
         finally:
             with self._lock:
                 self._coming -= len(fresh) * CHUNK_BYTES
@@ -362,29 +351,48 @@ class Arena:
         return False
 
     def pin(self, registrar: Registrar) -> None:
-        """Register warm blocks from now on, so that copies from and to devices are asynchronous;
-        only the first call counts.
+        """``register`` with this registrar, so that copies from and to devices are asynchronous;
+        only the registrar of the first call counts.
 
         Call it only if something is on a device already, since registering creates a context there.
         """
         with self._lock:
             self._check_open()
-            if self._pinned is not None:
-                return
-            self._pinned = Pinned(registrar, self._view)
-            weakref.finalize(self, self._pinned.unregister_all)
-        self._register()
+            if self._pinned is None:
+                self._pinned = Pinned(registrar, self._view)
+                weakref.finalize(self, self._pinned.unregister_all)
+        self.register()
+
+    def register(self) -> None:
+        """Pin what is warm and not pinned yet, once ``pin`` was called. Whoever copies from or to a
+        device calls it first. Captures do so in the background, because it makes memory real.
+
+        Registrations begin and end at blocks, and no chunk crosses from one into another.
+        """
+        if self._pinned is None:
+            return
+        with self._registering:
+            with self._lock:
+                first, last = self._registered, self._warm
+                if self._is_closed or first == last:
+                    return
+                if not self._pinned.is_refused:
+                    self._edges.append(first)
+                self._registered = last
+            self._pinned.add(self._address + first, last - first)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether warm blocks are registered, as far as the driver allows."""
+        """Whether ``register`` registers warm blocks, as far as the driver allows."""
         return self._pinned is not None
 
     def is_joint(self, first: int, last: int) -> bool:
-        """Whether the bytes from ``first`` to ``last`` may be copied from or to a device in one
-        go."""
-        pinned = self._pinned
-        return pinned is None or pinned.is_joint(self._address + first, self._address + last)
+        """Whether the bytes from ``first`` to ``last`` are, or will be, in one registration. A copy
+        from or to a device must not cross into another."""
+        return self._pinned is None or (
+            bisect_right(self._edges, first) == bisect_right(self._edges, last)
+            and (first < self._registered) == (last < self._registered)
+        )
 
     def release(self, slots: Iterable[int]) -> None:
         """Give slots back; does nothing once the arena is closed.
@@ -484,7 +492,7 @@ class Arena:
             self._undo(runs, before)
             return missing
 
-    # All below runs under the lock, except ``_register``
+    # All below runs under the lock
 
     def _take(
         self, lengths: Sequence[int], within: int
@@ -532,7 +540,9 @@ class Arena:
                     self._add(start, first)
                     self._add(first + size * found, end)
                     return first, found
-            top = self._starts.get(self._warm, self._warm) if self._pinned is None else self._warm
+            top = self._warm
+            if self._is_one(top):
+                top = self._starts.get(top, top)
             fresh = self._widen(max(1, -(-(wanted - self._warm + top) // CHUNK_BYTES)), within)
             if not fresh:
                 return 0, 0
@@ -580,26 +590,8 @@ class Arena:
         return start, end
 
     def _is_one(self, boundary: int) -> bool:
-        """Whether a chunk may cross this byte: no copy may cross from one registration into
-        another."""
-        if self._pinned is None or boundary % CHUNK_BYTES:
-            return True
-        return boundary < self._registered and self.is_joint(boundary - 1, boundary)
-
-    def _register(self) -> None:
-        """Pin what is warm and not pinned yet.
-
-        Registrations begin and end at blocks, and no chunk crosses from one into another."""
-        if self._pinned is None:
-            return
-        with self._registering:
-            with self._lock:
-                if self._is_closed:
-                    return
-                first, last = self._registered, self._warm
-            if first < last:
-                self._pinned.add(self._address + first, last - first)
-                self._registered = last
+        """Whether a chunk may cross this byte."""
+        return boundary % CHUNK_BYTES != 0 or self.is_joint(boundary - 1, boundary)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -698,6 +698,7 @@ class _MemoryReader(Reader):
         """See ``Reader``: their slots, once the arena is registered with a device."""
         if not self._arena.is_pinned:
             return None
+        self._arena.register()  # states that came from elsewhere may be in newer memory
         self.check(chunks)
         runs: list[tuple[int, int]] = []
         for index in chunks:

@@ -80,6 +80,7 @@ def check(repo: Repository, captures: list[Capture], expected: list[dict[str, ob
 def test_slots_are_pinned(arena: Arena) -> None:
     slots = arena.acquire([CHUNK_BYTES, 100])
     assert slots is not None
+    arena.register()
     assert all(arena.tensor(slot).is_pinned() for slot in slots)
 
 

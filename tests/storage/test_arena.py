@@ -186,6 +186,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule()
     def pin(self) -> None:
+        """Also what has become warm since."""
         self.arena.pin(self)
 
     def register(self, address: int, length: int) -> None:
@@ -216,7 +217,8 @@ class ArenaMachine(RuleBasedStateMachine):
             == sum(end - start for start, end in extents) + self.arena.capacity - self.arena.warm
         )
         assert all(
-            end < after or end in self.edges for (_, end), (after, _) in itertools.pairwise(extents)
+            end < after or end in {*self.edges, self.arena._registered}
+            for (_, end), (after, _) in itertools.pairwise(extents)
         )
 
     def teardown(self) -> None:
@@ -411,11 +413,11 @@ def test_whoever_needs_slots_that_are_being_touched_waits_for_them(
     arena = Arena(2 * CHUNK_BYTES)
     touching, may_end = threading.Event(), threading.Event()
 
-    def register() -> None:
+    def touch(block: int, *, is_awaited: bool) -> None:
         touching.set()
         assert may_end.wait(30)
 
-    monkeypatch.setattr(arena, "_register", register)
+    monkeypatch.setattr(arena, "_touch", touch)
     threads = [threading.Thread(target=arena.warm_up, args=(2,))]
     threads[0].start()
     assert touching.wait(30)
@@ -531,7 +533,9 @@ def test_a_forked_child_neither_sees_nor_breaks_the_arena() -> None:
 def test_a_pinned_arena_takes_asynchronous_copies() -> None:
     arena = Arena(20 * CHUNK_BYTES)
     arena.pin(DeviceRegistrar(torch.device("cuda")))
-    for number, slot in enumerate(acquire(arena, 20)):
+    slots = acquire(arena, 20)
+    arena.register()
+    for number, slot in enumerate(slots):
         assert arena.tensor(slot).is_pinned()
         source = torch.full((CHUNK_BYTES,), number, dtype=torch.uint8, device="cuda")
         arena.tensor(slot).copy_(source, non_blocking=True)

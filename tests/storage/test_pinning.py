@@ -63,21 +63,38 @@ def is_mapped(address: int, length: int) -> bool:
 
 
 def take(arena: Arena, count: int) -> list[int]:
+    """Slots, registered if the arena is pinned."""
     slots = arena.acquire([CHUNK_BYTES] * count)
     assert slots is not None
+    arena.register()
     return slots
 
 
-def test_what_becomes_warm_is_registered_before_it_is_handed_out() -> None:
+def test_what_became_warm_is_registered_at_once_when_it_is_asked_for() -> None:
     driver, arena = Driver(), Arena(20 * CHUNK_BYTES)
     take(arena, 3)
     assert driver.log == []
     arena.pin(driver)
-    arena.pin(Driver(most=0))
-    take(arena, 2)
+    arena.acquire([CHUNK_BYTES] * 2)
     arena.warm_up(4)
+    assert driver.log == [("register", 3)], "whoever takes memory does not wait for the driver"
+    arena.pin(Driver(most=0))
     take(arena, 4)
-    assert driver.log == [("register", 3), ("register", 2), ("register", 4)]
+    assert driver.log == [("register", 3), ("register", 6)]
+    take(arena, 1)
+    assert driver.log[2:] == [("register", 1)]
+    arena.close()
+
+
+def test_memory_that_is_not_registered_yet_is_joined_only_with_its_like() -> None:
+    arena = Arena(20 * CHUNK_BYTES)
+    take(arena, 2)
+    arena.pin(Driver())
+    arena.warm_up(3)
+    for _ in range(2):
+        assert not arena.is_joint(CHUNK_BYTES, 2 * CHUNK_BYTES)
+        assert arena.is_joint(2 * CHUNK_BYTES, 4 * CHUNK_BYTES)
+        arena.register()
     arena.close()
 
 
