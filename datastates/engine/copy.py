@@ -12,15 +12,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import threadpoolctl  # type: ignore[import-untyped]  # it has no stubs
 import torch
 
 from datastates.errors import Torn
+from datastates.state.device_digest import is_ready
 from datastates.state.digest import chunk_digest
-from datastates.storage.arena import Arena, DeviceRegistrar
+from datastates.storage.arena import Arena, DeviceRegistrar, Registrar
 from datastates.storage.memory import Held
 from datastates.system.devices import Mark, Stream, devices
 from datastates.system.interrupts import Mutex
@@ -132,10 +133,31 @@ class DeviceCopies:
         snapshots: Snapshots,
     ) -> None:
         self._arena, self._then, self._hold, self._snapshots = arena, then, hold, snapshots
-        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CopyJob | Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[torch.device, Stream] = {}
         self._digesting: dict[torch.device, Stream] = {}
         self._thread: threading.Thread | None = None
+
+    def prepare(self, tensors: Iterable[torch.Tensor], size: int) -> None:
+        """Do on the thread what the first capture of ``size`` bytes needs: memory that is real and
+        registered, streams and compiled kernels. Does nothing if no tensor is on a device."""
+        there = {devices().of(each): each for each in tensors if devices().is_on(each)}
+        if there:
+            registrar = DeviceRegistrar(next(iter(there)))
+            self._pass(functools.partial(self._prepare, there, registrar, size))
+
+    def _prepare(
+        self, there: Mapping[torch.device, torch.Tensor], registrar: Registrar, size: int
+    ) -> None:
+        try:
+            for device, tensor in there.items():
+                is_ready(tensor)  # compiles on its own thread
+                self._side(device)
+            while self._jobs.empty() and self._arena.warm < size and self._arena.warm_up():
+                pass  # a capture that comes meanwhile makes the rest real
+            self._arena.pin(registrar)
+        except Exception:  # the first capture tries again, and its handle raises it
+            _logger.debug("the first capture could not be prepared", exc_info=True)
 
     def begin(self, job: CopyJob, *, is_deferring: bool) -> None:
         """Put aside what may change next, or copy it now; everything else may change only after a
@@ -153,7 +175,10 @@ class DeviceCopies:
         Jobs without device copies pass through here too, so that all stay in order."""
         if self._thread is None and (job is None or not job.crossings):
             self._then(job)
-            return
+        else:
+            self._pass(job)
+
+    def _pass(self, job: CopyJob | Callable[[], None] | None) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="datastates-crossing", daemon=True
@@ -214,9 +239,7 @@ class DeviceCopies:
         stills = job.plan.stills.get(device) if is_deferring and self._hold is not None else None
         look = None if stills is None else stills.look()
         skipped = frozenset[int]() if look is None else look.skipped
-        side = self._streams.get(device)
-        if side is None:
-            side = self._streams[device] = devices().stream(device)
+        side = self._side(device)
         snapshot = self._snapshots.take(job.uid, job.plan, device)
         if snapshot is not None:
             job.snapshots.append(snapshot)
@@ -258,10 +281,18 @@ class DeviceCopies:
             devices().wait(current, devices().mark(side))
         job.crossings.append(DeviceCopy(device, side, devices().mark(current), aside, held, look))
 
+    def _side(self, device: torch.device) -> Stream:
+        return self._streams.get(device) or self._streams.setdefault(
+            device, devices().stream(device)
+        )
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._queue(job)
-            self._then(job)
+            if isinstance(job, CopyJob):
+                self._queue(job)
+                self._then(job)
+            else:
+                job()
             del job  # otherwise its tensors would live until the next job
         self._then(None)
 
@@ -447,6 +478,10 @@ class Stager:
         self._crossings = DeviceCopies(arena, self._take, hold, snapshots or Snapshots(0))
         self._thread = threading.Thread(target=self._run, name="datastates-stage", daemon=True)
         self._thread.start()
+
+    def prepare(self, tensors: Iterable[torch.Tensor], size: int) -> None:
+        """Prepare the first capture of tensors on devices, in the background."""
+        self._crossings.prepare(tensors, size)
 
     def begin(self, job: CopyJob, *, is_deferring: bool = True) -> None:
         """Copy now what may change next; when this returns, only fenced tensors are still read.

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from datastates.config import Config
 from datastates.errors import Closed, Conflict, Torn, Unavailable
@@ -69,6 +70,9 @@ from .scheduler import (
     Write,
 )
 from .writer import StallDetector, Trouble, Writer
+
+if TYPE_CHECKING:
+    import torch
 
 _logger = logging.getLogger(__name__)
 
@@ -196,9 +200,11 @@ class Runner:
 
     # --- the training thread ----------------------------------------------------------------------
 
-    def open_line(self, line: Line, cadence: Policy, size_bytes: int) -> None:
-        """Begin a tracker; memory for captures of about this size is made warm meanwhile."""
+    def open_line(self, line: Line, cadence: Policy, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin a tracker; captures of about these tensors are prepared meanwhile."""
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
         self.slots.expect(line, size_bytes)
+        self.stager.prepare(tensors, size_bytes)
         self._paces.begin(line)
         if line.part is not None:
             self._named.join(line.part.rank, line.part.size)

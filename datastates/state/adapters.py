@@ -254,8 +254,11 @@ class Adapted:
         return [plain for tensor in found.values() for plain in plain_tensors(tensor)]
 
     def size_bytes(self) -> int:
-        """The approximate size of a state without asking objects for it: what modules and
-        optimizers have on this rank."""
+        """The approximate size of a state without asking objects for it: ``tensors_here``."""
+        return sum(tensor.nbytes for tensor in self.tensors_here())
+
+    def tensors_here(self) -> list[torch.Tensor]:
+        """What modules and optimizers have on this rank, each once."""
         left = {id(model.whole[name]) for model in self._models.values() for name in model.left_out}
         held = [
             each
@@ -269,8 +272,8 @@ class Adapted:
             for tensor in (*plain, *self.fenced())
             if (local := local_of(tensor)) is not None
         }
-        # sparse ones have no such count
-        return sum(local.nbytes for local in here.values() if local.layout is torch.strided)
+        # sparse ones have no count of bytes
+        return [local for local in here.values() if local.layout is torch.strided]
 
     def frozen(self) -> list[torch.Tensor]:
         """The parameters that require no gradient, and what optimizers keep of them: they stay

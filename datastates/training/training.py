@@ -297,7 +297,7 @@ class Training:
         )
         self._fence.on_step = self.script_checks.gradients.stepped
         # the last call here that may fail
-        self.runner.open_line(line, cadence, self.adapted.size_bytes())
+        self.runner.open_line(line, cadence, self.adapted.tensors_here())
         self._finalizer = weakref.finalize(
             self,
             _end_dropped,

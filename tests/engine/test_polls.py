@@ -109,6 +109,6 @@ def test_what_counts_decide_every_rank_decides_and_the_first_decides_all_else(
         assert isinstance(runner, Runner)
         for rank, decides in ((0, cadence), (1, own)):
             line = Line(f"rank {rank}", "main", None, None, part=Part(rank, 2, "job"))
-            runner.open_line(line, cadence, 0)
+            runner.open_line(line, cadence, [])
             assert str(runner._engine._lines[line.name].pacing.policy) == str(decides)
             runner.close_line(line)
