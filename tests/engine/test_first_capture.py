@@ -7,6 +7,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,33 @@ def test_captures_of_592_small_tensors_make_few_calls_and_launches(
     assert found["second"] <= 1_800, "3 calls a tensor"
     assert found["later"] <= 400, "no calls for each tensor"
     assert found["durable"] <= 500, "and a few to wait"
+
+
+def test_captures_that_are_kept_on_the_device_make_few_calls_and_launches(
+    tmp_path: Path, late: LateDevices, launches: list[tuple[str, str]]
+) -> None:
+    config = replace(CONFIG, device_bytes=64 * CHUNK_BYTES)
+    model, optimizer = made(late.put)
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        repo.track(rng=False, model=model, optimizer=optimizer) as run,
+    ):
+        for _ in range(4):
+            late.schedule.be_late_again()
+            launches.clear()
+            calls: list[str] = []
+            with counted(calls):
+                capture = run.capture()
+            late.schedule.catch_up()
+            capture.wait(timeout_s=60)
+    assert of_ours(calls) <= 450
+    here = threading.current_thread().name
+    assert launches == [
+        (here, "aten.new_empty.default"),
+        (here, "aten.new_zeros.default"),
+        (here, "aten.cat.out"),
+        ("datastates-crossing", "aten._foreach_copy_.default"),
+    ]
 
 
 def test_memory_for_the_first_capture_is_registered_before_it(

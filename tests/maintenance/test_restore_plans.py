@@ -108,6 +108,41 @@ def test_a_second_restore_of_592_tensors_makes_few_calls_and_launches(
             )
 
 
+def test_a_second_restore_from_disk_makes_few_calls_and_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, launches, queue = LateDevices(Lateness.BOTH), list[str](), Operators._queue
+
+    def noted(self: Operators, func: object, *args: object, **more: object) -> object:
+        launches.append(str(func))
+        return queue(self, func, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Operators, "_queue", noted)
+    with late.running():
+        model, optimizer = made(late.put)
+        expected = [each.clone() for each in tensors(model, optimizer)]
+        with datastates.open(tmp_path, config=CONFIG) as repo:
+            run = repo.track(rng=False, model=model, optimizer=optimizer)
+            capture = run.capture()
+            late.schedule.catch_up()
+            capture.wait("durable", timeout_s=60)
+        with (
+            datastates.open(tmp_path, config=CONFIG) as repo,
+            repo.track(rng=False, model=model, optimizer=optimizer),
+        ):
+            repo.restore("main", model=model, optimizer=optimizer)
+            for each in tensors(model, optimizer):
+                each.detach().zero_()
+            calls: list[str] = []
+            launches.clear()
+            with counted(calls):
+                repo.restore("main", model=model, optimizer=optimizer)
+            late.schedule.catch_up()
+    assert len(launches) <= 40, launches
+    assert len(calls) <= 3000, len(calls)
+    assert all(map(torch.equal, tensors(model, optimizer), expected))
+
+
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
     with datastates.open(tmp_path, config=CONFIG) as repository:
