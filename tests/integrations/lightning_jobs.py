@@ -173,14 +173,16 @@ class Killer(L.Callback):  # type: ignore[misc]  # likewise
 
 
 class Awaiting(L.Callback):  # type: ignore[misc]  # likewise
-    """Waits in batch ``at`` until the newest capture is durable."""
+    """Waits once, in batch ``at`` or after the first step, until the newest capture is durable."""
 
     def __init__(self, at: int, ours: DatastatesCallback) -> None:
-        self.at, self.ours = at, ours
+        self.at, self.ours, self.has_waited = at, ours, False
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if trainer.fit_loop.total_batch_idx == self.at and self.ours.newest is not None:
+        is_due = not self.has_waited and trainer.fit_loop.total_batch_idx >= self.at
+        if is_due and self.ours.newest is not None:
             self.ours.newest.wait("durable")
+            self.has_waited = True
 
 
 def loader_of(kind: str, workers: int) -> Any:
@@ -270,7 +272,7 @@ def train(
     **options: Any,
 ) -> None:
     """Train to the end, or until batch ``at``; ``ours=False`` without the callback. In batch
-    ``awaited`` a state is durable."""
+    ``awaited``, or after the first step, a state is durable."""
     warnings.simplefilter("ignore")
     torch.manual_seed(3)
     module, loader = MODULES.get(kind, Automatic)(say), loader_of(kind, workers)
