@@ -494,7 +494,10 @@ class Stager:
         if is_here and plan.layout.bytes_total <= SMALL_BYTES and not self._unfinished:
             self._finish_here(job)
             return
-        job.armed = plan.tripwire.arm()
+        try:
+            job.armed = plan.tripwire.arm()
+        except torch.OutOfMemoryError:  # no edit could be noticed, so nothing is copied later
+            job.armed, is_deferring = Armed(plan.tripwire.versions(), []), False
         self._zero_gaps(job)
         if plan.devices or job.numbers:
             self._crossings.begin(job, is_deferring=is_deferring)

@@ -267,11 +267,15 @@ class Snapshots:
             if memory is None:
                 return None
             words = memory.view(packing.word)
-            zeros = words.new_zeros(ALIGNED_BYTES // words.itemsize)
-            torch.cat(
-                [zeros[:part] if isinstance(part, int) else part for part in packing.parts],
-                out=words,
-            )
+            try:
+                zeros = words.new_zeros(ALIGNED_BYTES // words.itemsize)
+                torch.cat(
+                    [zeros[:part] if isinstance(part, int) else part for part in packing.parts],
+                    out=words,
+                )
+            except torch.OutOfMemoryError:
+                self._give_up(device, "there is no memory for one more")
+                return None
             snapshot = Snapshot(uid, packing, memory, current, devices().mark(current))
             self._held.append(snapshot)
         return snapshot

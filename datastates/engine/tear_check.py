@@ -59,7 +59,8 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Armed:
-    """The signs as they were when ``capture`` was called."""
+    """The signs as they were when ``capture`` was called. ``samples`` is empty if the device had no
+    memory for them."""
 
     versions: list[int]
     samples: list[torch.Tensor]
@@ -126,7 +127,7 @@ class Tripwire:
             for i, (old, new) in enumerate(zip(armed.versions, versions, strict=True))
             if new != old
         }
-        for group, sample in zip(self._groups, armed.samples, strict=True):
+        for group, sample in zip(self._groups, armed.samples, strict=False):
             before = (sample.cpu() if sample.device.type != "cpu" else sample).numpy()
             words = arena.numpy().view(before.dtype)
             chunks = [words[slot // before.itemsize :] for slot in slots]

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeVar
 
 import msgspec
+import torch
 
 from datastates import values as checks
 from datastates.config import BackPressure
@@ -27,14 +28,13 @@ from datastates.state.per_rank import mark_per_rank
 from datastates.state.report import RestoreReport
 from datastates.state.tree import flatten
 from datastates.system.interrupts import undisturbed
+from datastates.system.logs import reason_of
 from datastates.thumbnails import files_to_capture
 from datastates.values import Value
 
 from .training import Training
 
 if TYPE_CHECKING:
-    import torch
-
     from datastates.collective import Group
 
     from .guard import Guard
@@ -445,12 +445,6 @@ class Tracker:
         training.apply_edits()
         training.script_checks.look(training.kept)
         training.note_capture()
-        flat = flatten(training.tree(files), training.known(), training.adapted.lasting)
-        if in_place.is_any():
-            in_place.check(leaf.tensor for leaf in flat.tensors)
-        plan = training.plan_for(flat, has_files=bool(files))
-        plan.refuse_recording()
-        arriving = LateNumbers.of(late, flat)
         progress = Progress(uid)
         runner = self._runner  # a handle must not keep the tracker alive
         handle = Capture(
@@ -462,20 +456,28 @@ class Tracker:
             missing=runner.outbox.missing,
             check=runner.copies.check_goal,
         )
+        try:
+            flat = flatten(training.tree(files), training.known(), training.adapted.lasting)
+            if in_place.is_any():
+                in_place.check(leaf.tensor for leaf in flat.tensors)
+            plan = training.plan_for(flat, has_files=bool(files))
+            plan.refuse_recording()
+            arriving = LateNumbers.of(late, flat)
+        except torch.OutOfMemoryError as exc:
+            self._skip(facts, progress, f"a device ran out of memory ({reason_of(exc)})")
+            _logger.warning(
+                "branch %s has no state of step %d: %s",
+                training.branch,
+                self.step,
+                progress.why_skipped,
+            )
+            return handle
         slots = self._runner.slots.acquire(
             plan.layout.chunk_lengths, self._back_pressure, line=training.line
         )
         if slots is None:
-            runner.recorder.count("skipped")
-            progress.skip(
-                None if self._back_pressure is BackPressure.SKIP else self._runner.trouble
-            )
-            runner.skip(
-                training.line,
-                facts,
-                Why.SKIPPED,
-                progress.why_skipped or "there was no room (back_pressure='skip')",
-            )
+            why = None if self._back_pressure is BackPressure.SKIP else runner.trouble
+            self._skip(facts, progress, why)
             return handle
         try:
             staged = StagedCapture(
@@ -510,6 +512,13 @@ class Tracker:
         training.newest, training.held_s = handle.uid, ended - began
         runner.recorder.span("capture", began, ended, uid, self.step)
         return handle
+
+    def _skip(self, facts: StateFacts, progress: Progress, why: str | None) -> None:
+        """Take no state. ``why`` is the reason, unless the back-pressure was ``skip``."""
+        self._runner.recorder.count("skipped")
+        progress.skip(why)
+        why = why or "there was no room (back_pressure='skip')"
+        self._runner.skip(self._training.line, facts, Why.SKIPPED, why)
 
     @property
     def group(self) -> Group:

@@ -59,7 +59,8 @@ class LateDevices(Devices):
     Their tensors are plain ones, which say that they are on the CPU: only
     ``datastates.system.devices`` knows better. ``reached`` are the devices that somebody's call
     reached; a process has a context on each of them. ``memories`` is what each has, as torch would
-    tell it, and ``most_bytes`` the most that one tensor may take.
+    tell it, and ``most_bytes`` the most that one tensor may take. ``allocations`` is how many there
+    were in blocks of ``failing``.
     """
 
     def __init__(self, lateness: Lateness, seed: int = 0, count: int = 2) -> None:
@@ -69,6 +70,9 @@ class LateDevices(Devices):
         self.most_registered = 1 << 30
         self.memories = Memory(total=8 << 30, reach=8 << 30, peak=0, failures=0)
         self.most_bytes = 1 << 40
+        self.allocations = 0
+        self._failing: range | None = None
+        self._counting = threading.Lock()
         self.random = [torch.Generator().manual_seed(index) for index in range(count)]
         self._homes: dict[int, Home] = {}
         self._pinned: list[torch.Tensor] = []
@@ -107,6 +111,15 @@ class LateDevices(Devices):
             yield graph
         finally:
             self._local.graph = None
+
+    @contextmanager
+    def failing(self, allocations: range) -> Iterator[None]:
+        """Memory runs out: these allocations fail, counted from 1 over all such blocks."""
+        self._failing = allocations
+        try:
+            yield
+        finally:
+            self._failing = None
 
     def put(self, found: Placed, index: int = 0) -> Placed:
         """A tensor, or what a module has, is on a device from now on."""
@@ -149,11 +162,18 @@ class LateDevices(Devices):
         """Memory that the device gave out for a stream."""
         if isinstance(made, torch.Tensor):
             storage = _dense(made).untyped_storage()
-            if storage.nbytes() > self.most_bytes:
+            if storage.nbytes() > self.most_bytes or self._fails(storage.nbytes()):
                 raise torch.OutOfMemoryError(f"tried to allocate {storage.nbytes()} bytes")
             self.reached.add(stream.device.index)
             self._homes[storage._cdata] = Home(StorageWeakRef(storage), stream)
         return made
+
+    def _fails(self, length: int) -> bool:
+        if self._failing is None or not length:
+            return False
+        with self._counting:
+            self.allocations += 1
+            return self.allocations in self._failing
 
     def home(self, tensor: torch.Tensor) -> Home | None:
         """What is known of a tensor's memory; None: it is the host's."""
