@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from datastates.errors import InvalidInput
+from datastates.errors import InvalidInput, OverBudget
 
 from . import in_place
 from .adapters import (
@@ -122,7 +122,10 @@ def check_into(
 
 
 def write(findings: Findings) -> RestoreReport:
-    """The second half of ``restore_into``: do the writes that ``check_into`` noted."""
+    """The second half of ``restore_into``: do the writes that ``check_into`` noted.
+
+    :raises OverBudget: a device ran out of memory, and the tensors are dirty.
+    """
     # Tensors made here, such as an optimizer's state, will be trained on; only tensors of inference
     # mode are written in that mode.
     with torch.inference_mode(any(target.live.is_inference() for target in findings.targets)):
@@ -142,12 +145,24 @@ def _write(findings: Findings) -> None:
     done: list[str] = []
     for path, load in findings.loads:
         _load(path, load, done)
-    for write in findings.writes:
-        write()
+    try:
+        for write in findings.writes:
+            write()
+        findings.values = {
+            name: findings.new_value(value) for name, value in findings.values.items()
+        }
+    except BaseException as exc:
+        in_place.mark(((target.path, target.live) for target in findings.targets), findings)
+        if isinstance(exc, torch.OutOfMemoryError):
+            raise OverBudget(
+                f"a device ran out of memory while a state was put into live objects ({exc}). They"
+                " are half old, half new: free memory there, and restore a state before you use"
+                " them"
+            ) from exc
+        raise
     done += ["all tensors"] * bool(findings.writes)
     for path, load in findings.last_loads:
         _load(path, load, done)
-    findings.values = {name: findings.new_value(value) for name, value in findings.values.items()}
 
 
 def _load(path: str, load: Callable[[], None], done: list[str]) -> None:
