@@ -20,7 +20,6 @@ from datastates.engine.copy import copy
 from datastates.engine.device_copies import Snapshot, piece_of
 from datastates.errors import Corrupt, InvalidInput
 from datastates.lineage.states import State
-from datastates.state import in_place as dirty
 from datastates.state.adapters import Adapted, parts, with_trained
 from datastates.state.data_position import Redivision
 from datastates.state.geometry import Placements, bytes_of, dtype_of, is_spread, is_whole
@@ -81,9 +80,9 @@ class _Window:
         )
 
     def scatter(self, stage: torch.Tensor) -> None:
-        """Begin to copy the live bytes from where the chunks are on the device."""
+        """Begin to copy the live bytes from where the chunks are, on the device or the host."""
         for word, live in self.live.items():
-            whole = stage.view(word)
+            whole = stage[: stage.numel() // word.itemsize * word.itemsize].view(word)
             copy((live, [whole[place] for place in self.places[word]]), non_blocking=True)
 
 
@@ -147,25 +146,39 @@ class DeviceFill:
 
         :raises Corrupt: a chunk fails its digest now; others are in live tensors already.
         """
+        windows, stages = self._staged()
+        buffers = _PinnedBuffers(max(len(window.chunks) for window in windows))
         try:
-            stages = self._stages(self._windows)
-        except torch.OutOfMemoryError:  # the device has little left: a chunk at a time
-            self._windows = self._divided(1)
-            stages = self._stages(self._windows)
-        buffers = _PinnedBuffers(max(len(window.chunks) for window in self._windows))
-        try:
-            for window in self._windows:
-                stage, at = stages[window.device], 0
+            for window in windows:
+                stage, at = stages.get(window.device), 0
                 runs = reader.pinned(window.chunks)
                 for run in buffers.read(reader, window) if runs is None else runs:
+                    if stage is None:
+                        window.scatter(run)
+                        continue
                     stage[at : at + run.numel()].copy_(run, non_blocking=True)
                     at += -(-run.numel() // CHUNK_BYTES) * CHUNK_BYTES
-                window.scatter(stage)
+                if stage is not None:
+                    window.scatter(stage)
                 if runs is None:
                     buffers.mark(window.device)
         finally:  # the sources are given away after this, also when something failed half-way
             for device in self._stretches:
                 devices().mark(devices().current(device)).synchronize()
+
+    def _staged(self) -> tuple[list[_Window], dict[torch.device, torch.Tensor]]:
+        """The windows, and memory for one of them on each device.
+
+        If a device has little memory left, a window is one chunk. If it has none, chunks are copied
+        from the host into the tensors."""
+        try:
+            return self._windows, self._stages(self._windows)
+        except torch.OutOfMemoryError:
+            windows = self._divided(1)
+        try:
+            return windows, self._stages(windows)
+        except torch.OutOfMemoryError:
+            return windows, {}
 
     def _stages(self, windows: Sequence[_Window]) -> dict[torch.device, torch.Tensor]:
         chunks = dict[torch.device, int]()
@@ -338,14 +351,11 @@ class _Fill:
             if self._pieces and isinstance(reader, SupportsParallelRead):
                 reader.read_pieces(self._pieces)
                 torch.autograd.graph.increment_version(self._on_host)
-        except BaseException as exc:
-            dirty.mark(((home.path, home.live) for home in self._homes), self)
-            if isinstance(exc, Corrupt):
-                raise Corrupt(
-                    f"{exc}. The state passed the check before the restore, so what is restored is"
-                    " half old, half new: restore a state before you use it"
-                ) from exc
-            raise
+        except Corrupt as exc:
+            raise Corrupt(
+                f"{exc}. The state passed the check before the restore, so what is restored is"
+                " half old, half new: restore a state before you use it"
+            ) from exc
 
 
 @dataclass(slots=True, eq=False)
@@ -495,11 +505,7 @@ def _homes(
 
 def _copy(into: Mapping[str, object], copies: Sequence[tuple[LiveTensor, torch.Tensor]]) -> None:
     wait_for_copies(into)
-    try:
-        copy(([home.flat for home, _ in copies], [piece for _, piece in copies]))
-    except BaseException:
-        dirty.mark(((home.path, home.live) for home, _ in copies), copies)
-        raise
+    copy(([home.flat for home, _ in copies], [piece for _, piece in copies]))
 
 
 def device_of(value: object, what: str) -> torch.device:
