@@ -28,7 +28,7 @@ BUSY_S = 0.005
 """
 
 QUICK = {"AdamW-lr=0.01-foreach", "SparseAdam-lr=0.01", "layers that are frozen at first"}
-LATE_QUICK = {"AdamW-lr=0.01-foreach"}
+LATE_QUICK = {"AdamW-lr=0.01-foreach", "two devices"}
 
 KEPT = {
     "AdamW-lr=0.01-foreach",

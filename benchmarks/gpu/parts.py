@@ -36,6 +36,7 @@ PARTS = (
     Part("probes", "Probes", ".probes", 50),
     Part("tests", "Tests marked gpu", ".marked", 120),
     Part("correctness", "Every step over optimizers", ".correctness", 100),
+    Part("ranks", "Ranks, and devices without memory", ".ranks", 40),
     Part("capture", "Capture", ".capturing", 110),
     Part("restore", "Restore and digests", ".restoring", 45),
     Part("clone", "Clones on one machine", ".cloning", 40),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,11 +50,18 @@ class Place:
         """The device argument for operators."""
         return torch.device("cuda", 0) if self.is_accelerator else torch.device("cpu")
 
-    def put(self, found: Placed) -> Placed:
-        """A tensor, or a module in place, on the device."""
+    @property
+    def devices(self) -> int:
+        """The number of devices of this kind."""
         if self._late is not None:
-            return self._late.put(found)
-        return found.to(self.device)
+            return len(self._late.random)
+        return torch.cuda.device_count() if self.is_accelerator else 1
+
+    def put(self, found: Placed, index: int = 0) -> Placed:
+        """A tensor, or a module in place, on the device, or on another one of its kind."""
+        if self._late is not None:
+            return self._late.put(found, index)
+        return found.to(torch.device("cuda", index) if self.is_accelerator else self.device)
 
     def draw(self, *shape: int) -> Tensor:
         """Random numbers on the device."""
@@ -72,6 +79,30 @@ class Place:
         nothing."""
         if self.is_accelerator:
             torch.cuda._sleep(int(seconds * 1.5e9))  # cycles; about 1.5 GHz or more
+
+    @contextmanager
+    def short_of_memory(self, left: int) -> Iterator[None]:
+        """Allocations on the device fail, except for the first ``left`` small ones."""
+        if self._late is not None:
+            with self._late.failing(range(left + 1, 1 << 30)):
+                yield
+            return
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(
+            torch.cuda.memory_reserved(self.device) / total, self.device
+        )
+        held = list[Tensor]()
+        try:
+            for size in (1 << 20, 64 << 10, 512):
+                with suppress(torch.OutOfMemoryError):
+                    while True:
+                        held.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+            del held[len(held) - left :]
+            yield
+        finally:
+            held.clear()
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def until_it_digests(self) -> None:
         """Wait until the kernels for digests are compiled or unavailable. The time before is not

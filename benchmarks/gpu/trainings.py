@@ -244,16 +244,16 @@ def _recorded(place: Place, *, is_tracked: bool) -> Training:
 
 
 def _two_devices(place: Place) -> Training:
-    if torch.cuda.device_count() < 2:
+    if place.devices < 2:
         raise Skip("there is one device")
-    layers = [nn.Linear(512, 512, device=f"cuda:{index}") for index in range(2)]
+    layers = [place.put(nn.Linear(512, 512), index) for index in range(2)]
     model = nn.ModuleList(layers)
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step(number: int) -> None:
         optimizer.zero_grad()
-        for layer in layers:
-            layer(torch.randn(4, 512, device=layer.weight.device)).square().mean().backward()
+        for index, layer in enumerate(layers):
+            layer(place.put(torch.randn(4, 512), index)).square().mean().backward()
         optimizer.step()
 
     return Training(model, optimizer, step, {})
@@ -264,6 +264,7 @@ WAYS: dict[str, Callable[[Place], Training]] = {
     "accumulated gradients": _accumulating,
     "layers that are frozen at first": _unfreezing,
     "an average of the weights": _averaging,
+    "two devices": _two_devices,
 }
 ACCELERATED: dict[str, Callable[[Place], Training]] = {
     "on a stream of the training's": _on_a_stream,
@@ -271,5 +272,4 @@ ACCELERATED: dict[str, Callable[[Place], Training]] = {
     "compiled step": _compiled_step,
     "graph, recorded before it is tracked": partial(_recorded, is_tracked=False),
     "graph, recorded between captures": partial(_recorded, is_tracked=True),
-    "two devices": _two_devices,
 }

@@ -86,7 +86,7 @@ def test_every_step_is_checked_on_late_devices(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
     (part,) = reported(tmp_path).parts
-    tried = ["AdamW-lr=0.01-foreach", "AdamW-lr=0.01-foreach, kept on the device"]
+    tried = ["two devices", "AdamW-lr=0.01-foreach", "AdamW-lr=0.01-foreach, kept on the device"]
     assert [case.case for case in part.cases if case.status is Status.PASSED] == tried
 
 
