@@ -360,10 +360,10 @@ class Feed(ABC):
     ) -> None:
         """Fill the memory of some chunks. Several calls run at once.
 
-        ``arrived`` is called with the index of each chunk that is there, on any thread; the chunk
-        is not written any more. Its second argument tells whether the chunk is *bound*: whether
-        the channel proves that the peer sent the bytes. Otherwise anybody may have sent them. In
-        both cases the caller compares digests.
+        ``arrived`` is called with the index of each chunk that is there, on any thread. The chunk
+        is not written any more. The second argument is True if the chunk is *bound*, which means
+        that the channel proves that the peer sent the bytes. Otherwise anybody may have sent them.
+        In both cases the caller compares digests.
 
         However a call ends, even if it is cancelled, no memory is written afterwards, and
         ``arrived`` is not called any more.

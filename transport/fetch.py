@@ -282,8 +282,8 @@ class _Unit:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """The outcome for a chunk. ``told`` is the digest with which it was compared, and whose that
-    is."""
+    """The outcome for a chunk. ``told`` is the digest with which it was compared, with the feed
+    that sent it."""
 
     unit: _Unit
     index: int
@@ -427,7 +427,7 @@ class _Run:
             for index in unit.left:
                 there = self._sink.device_buffer(index) if is_there else None
                 if there is None and into is not None and isinstance(into, OnDevice):
-                    break  # perhaps there will be room on the device
+                    break  # the device may have memory for it later
                 into = self._sink.buffers(index) if there is None else there
                 if into is None:
                     break

@@ -12,9 +12,9 @@ Rules:
   delivered everything.
 - A feed that fails gives its units back. A feed that holds the last units also gives them
   back if an idle one could deliver them much sooner. It is *robbed*, and measured again.
-- What has a wrong digest is requested from another feed, or from the same one if it is the
-  only one. If it is wrong twice, the clone fails.
-- If the sink has memory only for the first chunks of a unit, the others become a new unit.
+- Chunks with a wrong digest are requested from another feed, or from the same one if it is the
+  only one. If they are wrong twice, the clone fails.
+- If the sink has memory only for the first chunks of a unit, its other chunks become a new unit.
 - The clone also fails when no feed is left and none is coming, or when the sink has no free buffer
   although nothing is under way.
 """
@@ -104,7 +104,7 @@ class Start:
 class NoRoom:
     """These receives were not begun, since there is no buffer for them at the moment.
 
-    ``split`` is a unit that was begun in part, and the new unit that has the rest of it."""
+    ``split`` is a unit that was begun in part, and the new unit that has its other chunks."""
 
     starts: tuple[Start, ...]
     now: float
@@ -397,7 +397,7 @@ class Schedule:
     def _unit_for(self, feed: _Feed, *, is_in_time: bool) -> int | None:
         """The next unit for this feed.
 
-        What was wrong comes first, even if it would be late, because few feeds may bring it."""
+        A unit that was wrong comes first, even if it is late, because few feeds may bring it."""
         is_alone = not self._expected and not any(
             each is not feed and not each.is_lost for each in self._feeds.values()
         )

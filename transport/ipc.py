@@ -72,7 +72,7 @@ class _PeerRegion:
 
 @dataclass(slots=True)
 class _Announced:
-    """What the peer has announced together, and how many messages of it are still to be copied."""
+    """An announcement of the peer, and how many messages of it are still to be copied."""
 
     room: Room
     left: int
