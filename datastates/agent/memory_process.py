@@ -26,6 +26,7 @@ from datastates.storage.shared_memory import SharedMemory
 
 _LOOK_S = 1.0
 _EXIT_S = 5.0
+_KILLED_S = 1.0
 _STARTS = 3
 """How often the process is started in all."""
 
@@ -131,7 +132,7 @@ class MemoryProcess(Generic[_A]):
             if not self._is_ready or self._is_busy:
                 process.kill()  # it may not see for long that it was closed
             with suppress(subprocess.TimeoutExpired):  # a system call of it does not return
-                process.wait(_EXIT_S if not self._is_busy else 0.1)
+                process.wait(_EXIT_S if not self._is_busy else _KILLED_S)
 
 
 def _is_stopped(pid: int) -> bool:

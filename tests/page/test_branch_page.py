@@ -260,7 +260,7 @@ def test_files_are_shown_and_saved_and_nothing_of_them_runs(
     files = page.locator("[data-files]")
     image = files.get_by_role("img", name="samples")
     expect(image).to_be_visible()
-    page.wait_for_function("document.querySelector('[data-files] img').naturalWidth === 3")
+    page.wait_for_function("document.querySelector('[data-files] img')?.naturalWidth === 3")
     expect(files.get_by_role("img")).to_have_count(1)
     with page.expect_download() as coming:
         files.get_by_role("button", name="page.html").click()
