@@ -28,6 +28,7 @@ from .fetch_schedule import (
     Done,
     Drop,
     Event,
+    Freed,
     GiveUp,
     Joined,
     Lost,
@@ -36,33 +37,32 @@ from .fetch_schedule import (
     Refuse,
     Refuted,
     Returned,
-    Room,
     Schedule,
     Start,
     Stuck,
     Tick,
 )
-from .protocol import DIGESTS, RUN
+from .protocol import CHUNKS, DIGESTS
 from .sending import DAMAGED, digest_of
 
-_FIRST_BATCH = RUN  # chunks in the first request for digests
+_FIRST_BATCH = CHUNKS  # chunks in the first request for digests
 
-Told = tuple[Feed, bytes] | DatastatesError
-"""A digest, with the feed that gave it; or why no feed could give it."""
+OriginDigest = tuple[Feed, bytes] | DatastatesError
+"""A digest with the feed that sent it, or the error that kept every feed from sending it."""
 
 
 class OriginDigests:
     """Digests of chunks, in the ``order`` in which these will come. Belongs to the loop thread.
 
     ``origins`` returns the feeds that can give digests now, the best first. If one cannot answer,
-    the next is used. ``told`` is called with the outcome for each chunk.
+    the next is used. ``on_digests`` is called with the outcome for each chunk.
     """
 
     def __init__(
         self,
         order: Sequence[int],
         origins: Callable[[], Sequence[Feed]],
-        told: Callable[[Mapping[int, Told]], None],
+        on_digests: Callable[[Mapping[int, OriginDigest]], None],
     ) -> None:
         self._batches = list[Sequence[int]]()
         self._place = dict[int, int]()
@@ -72,7 +72,7 @@ class OriginDigests:
             self._place |= dict.fromkeys(batch, len(self._batches))
             self._batches.append(batch)
             start, size = start + size, DIGESTS
-        self._origins, self._told = origins, told
+        self._origins, self._on_digests = origins, on_digests
         self._next = 0
         self._asking: set[asyncio.Task[None]] = set()
 
@@ -108,18 +108,18 @@ class OriginDigests:
                 error = exc
                 continue
             left = [index for index, digest in found.items() if digest == DAMAGED]
-            self._told({index: (origin, found[index]) for index in found.keys() - set(left)})
+            self._on_digests({index: (origin, found[index]) for index in found.keys() - set(left)})
             if left:
                 error = Corrupt(
                     f"chunk {left[0]} is damaged at {origin.name}: clone from another peer"
                 )
-        self._told(dict.fromkeys(left, error))
+        self._on_digests(dict.fromkeys(left, error))
 
 
 _THREADS = 2
 _TICK_S = 0.1
 _AT_ONCE = 8  # how many verdicts wake the loop together
-_WINDOW = 8  # chunks that a feed of several has under way; a feed that is alone has two runs
+_WINDOW = 8  # chunks that a feed of several has under way; a feed that is alone has two requests
 _UNITS = 4  # a feed that is alone brings the chunks in at least so many units
 _UNITS_OF_MANY = 50  # a feed of several, since they divide the units by their speed
 _logger = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class _Unit:
 
     ``buffers`` has the chunks without a verdict. ``waiting`` counts those that have not arrived,
     ``checking`` those that are being checked; the lock of ``_Run`` guards both. ``rechecking``
-    counts the wrong chunks about which the feed is asked."""
+    counts the wrong chunks whose digests are requested from the feed."""
 
     left: list[int]
     feed: int = 0
@@ -282,12 +282,12 @@ class _Unit:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """The outcome for a chunk. ``told`` is the digest with which it was compared, with the feed
-    that sent it."""
+    """The outcome for a chunk. ``expected`` is the digest with which it was compared, and the feed
+    that sent this digest."""
 
     unit: _Unit
     index: int
-    told: tuple[Feed, bytes] | None
+    expected: tuple[Feed, bytes] | None
     done: Future[_Verdict]
 
 
@@ -310,9 +310,9 @@ class _Run:
         self._began = self._clock()
         self._sink, self._lengths = sink, sink.lengths
         is_one = expected <= 1
-        window = (2 * RUN if is_one else _WINDOW) if window is None else window
+        window = (2 * CHUNKS if is_one else _WINDOW) if window is None else window
         least = _UNITS if is_one else _UNITS_OF_MANY * expected
-        size = max(1, min(RUN, window // 2, len(missing) // least))
+        size = max(1, min(CHUNKS, window // 2, len(missing) // least))
         self._units = [_Unit(list(missing[at : at + size])) for at in range(0, len(missing), size)]
         self._schedule = Schedule(
             range(len(self._units)),
@@ -332,11 +332,11 @@ class _Run:
         self._connecting: set[asyncio.Future[Feed]] = set()
         self._flying: dict[int, _Unit] = {}
         self._lock = threading.Lock()
-        self._told: dict[int, Told] = {}
-        self._untold: dict[int, _Unit] = {}
+        self._expected: dict[int, OriginDigest] = {}
+        self._without_digest: dict[int, _Unit] = {}
         self._verdicts: list[_Checked] = []
         self._origin = origin
-        self._digests = OriginDigests(missing, self._origins, self._on_told)
+        self._digests = OriginDigests(missing, self._origins, self._on_digests)
         self._rechecking: set[asyncio.Task[None]] = set()
         self._is_full = self._is_stopping = False
         self._is_quiet = asyncio.Event()
@@ -357,7 +357,7 @@ class _Run:
         """Cancel everything under way, and wait until nothing is."""
         with self._lock:
             self._is_stopping = True
-            for unit in self._untold.values():
+            for unit in self._without_digest.values():
                 unit.checking -= 1
         if self._timer is not None:
             self._timer.cancel()
@@ -485,42 +485,46 @@ class _Run:
 
     def _on_arrived(self, unit: _Unit, index: int, is_bound: bool) -> None:
         """Have a chunk checked as soon as its digest is known; on any thread."""
-        told: Told | None = None
+        expected: OriginDigest | None = None
         with self._lock:
             if self._is_stopping:
                 return
             unit.waiting -= 1
             is_sure = is_bound and unit.is_origin
-            if not is_sure and (told := self._told.get(index)) is None:
-                self._untold[index] = unit
+            if not is_sure and (expected := self._expected.get(index)) is None:
+                self._without_digest[index] = unit
             unit.checking += 1
-        if is_sure or told is not None:
-            self._check(unit, index, told)
+        if is_sure or expected is not None:
+            self._check(unit, index, expected)
         else:
             self._loop.call_soon_threadsafe(self._ask_ahead, index)
 
-    def _on_told(self, told: Mapping[int, Told]) -> None:
+    def _on_digests(self, found: Mapping[int, OriginDigest]) -> None:
         with self._lock:
             if self._is_stopping:
                 return
-            self._told |= told
-            ready = [(index, self._untold.pop(index)) for index in told if index in self._untold]
+            self._expected |= found
+            ready = [
+                (index, self._without_digest.pop(index))
+                for index in found
+                if index in self._without_digest
+            ]
         for index, unit in ready:
-            self._check(unit, index, told[index])
+            self._check(unit, index, found[index])
 
-    def _check(self, unit: _Unit, index: int, told: Told | None) -> None:
-        future = self._threads.submit(self._verify, index, unit.buffers[index], told)
-        asked = None if isinstance(told, DatastatesError) else told
-        future.add_done_callback(lambda done: self._verified(_Checked(unit, index, asked, done)))
+    def _check(self, unit: _Unit, index: int, expected: OriginDigest | None) -> None:
+        future = self._threads.submit(self._verify, index, unit.buffers[index], expected)
+        compared = None if isinstance(expected, DatastatesError) else expected
+        future.add_done_callback(lambda done: self._verified(_Checked(unit, index, compared, done)))
 
-    def _verify(self, index: int, received: Destination, told: Told | None) -> _Verdict:
+    def _verify(self, index: int, received: Destination, expected: OriginDigest | None) -> _Verdict:
         """Verify a chunk in a thread: first the digest that cannot be forged, then the sink's
         own, which guards against rot."""
-        if isinstance(told, DatastatesError):
-            raise again(told)
-        if told is not None:
+        if isinstance(expected, DatastatesError):
+            raise again(expected)
+        if expected is not None:
             assert not isinstance(received, OnDevice), "only the origin's own bytes go to a device"
-            if digest_of(received) != told[1]:
+            if digest_of(received) != expected[1]:
                 self._sink.forget(index)
                 return _Verdict.OTHER
         return _Verdict.RIGHT if self._sink.accept(index) else _Verdict.WRONG
@@ -556,7 +560,7 @@ class _Run:
             self._on_checked(checked)
         if verdicts and self._is_full:
             self._is_full = False
-            self._handle(Room(self._clock()))
+            self._handle(Freed(self._clock()))
         for place, unit in over:
             if not unit.rechecking and self._flying.get(place) is unit:
                 del self._flying[place]
@@ -564,7 +568,7 @@ class _Run:
         self._look()
 
     def _on_checked(self, checked: _Checked) -> None:
-        unit, index, told = checked.unit, checked.index, checked.told
+        unit, index, expected = checked.unit, checked.index, checked.expected
         feed = self._feeds[unit.feed]
         if (error := checked.done.exception()) is not None:
             self._fail(error)
@@ -576,9 +580,9 @@ class _Run:
             return
         _logger.warning("chunk %d came from %s with a wrong digest", index, feed.name)
         is_other = checked.done.result() is _Verdict.OTHER
-        if is_other and told is not None and told[0] is not feed and not self._is_stopping:
+        if is_other and expected is not None and expected[0] is not feed and not self._is_stopping:
             unit.rechecking += 1
-            task = self._loop.create_task(self._check_with_feed(feed, index, *told))
+            task = self._loop.create_task(self._check_with_feed(feed, index, *expected))
             self._rechecking.add(task)
             task.add_done_callback(partial(self._on_rechecked, unit))
 

@@ -112,7 +112,7 @@ class NoRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Freed:
     """The sink may have a free buffer again."""
 
     now: float
@@ -125,7 +125,7 @@ class Tick:
     now: float
 
 
-Event = Joined | Absent | Received | Accepted | Refuted | Returned | Lost | NoRoom | Room | Tick
+Event = Joined | Absent | Received | Accepted | Refuted | Returned | Lost | NoRoom | Freed | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class Schedule:
                 actions += self._lost(self._feeds[number], unit, now)
             case NoRoom(starts, now, split):
                 self._no_room(starts, split, now)
-            case Room(now):
+            case Freed(now):
                 self._is_full = False
             case Tick(now):
                 actions += self._tick(now)

@@ -36,7 +36,7 @@ lower limit."""
 PIECES: Final = 64
 """The most pieces in which a chunk is sent."""
 
-RUN: Final = 32
+CHUNKS: Final = 32
 """The most chunks that one message asks for: 128 MiB."""
 
 DIGESTS: Final = 512
@@ -368,11 +368,11 @@ class Want(Struct, frozen=True, tag=True):
     """
 
     handle: _Id
-    indexes: Annotated[tuple[_Id, ...], Meta(min_length=1, max_length=RUN)]
+    indexes: Annotated[tuple[_Id, ...], Meta(min_length=1, max_length=CHUNKS)]
     tag: _Tag
     pieces: Annotated[
         tuple[Annotated[int, Meta(ge=1, le=CHUNK_BYTES)], ...],
-        Meta(min_length=1, max_length=RUN * PIECES),
+        Meta(min_length=1, max_length=CHUNKS * PIECES),
     ]
     generation: _Count = 0
 
@@ -428,7 +428,7 @@ class Room(Struct, frozen=True, tag=True):
     region: _Id
     start: _Count
     length: _ChunkLength
-    more: Annotated[tuple[_ChunkLength, ...], Meta(max_length=RUN)] = ()
+    more: Annotated[tuple[_ChunkLength, ...], Meta(max_length=CHUNKS)] = ()
     generation: _Count = 0
 
 

@@ -22,7 +22,7 @@ from datastates.state.tree import unflatten
 from datastates.system.devices import Mark, devices
 
 from .contract import OnDevice, Sink
-from .protocol import RUN
+from .protocol import CHUNKS
 from .receive_buffers import (
     DIRECT_BYTES,
     DeviceWriter,
@@ -138,7 +138,7 @@ class ObjectsSink(Sink):
             in_place.mark(((home.path, home.live) for home in self._homes.values()), self._token)
         self._device_writer = DeviceWriter(home.flat for home in self._homes.values())
         self._staging_buffers = staging_buffers_of(
-            self._homes, self._device_writer, min(scratch, RUN)
+            self._homes, self._device_writer, min(scratch, CHUNKS)
         )
         self._there = {
             index: device

@@ -43,7 +43,7 @@ from .handshake import SecureChannel, admit, agree, greet, offer
 from .limits import ANSWER_TIMEOUTS, SILENT_TIMEOUTS, Share, weigh
 from .protocol import (
     BODY_BYTES,
-    RUN,
+    CHUNKS,
     Answer,
     Ask,
     Bye,
@@ -672,9 +672,9 @@ class SessionFeed(Feed):
             if isinstance(next(iter(waiting.values())), OnDevice):
                 at_once = _STAGED_THERE
             else:
-                at_once = _STAGED if self._session.data in {"ucx", "ipc"} else RUN
-            run = dict(islice(waiting.items(), at_once))
-            await self._session._receiving.receive(self._handle, run, is_here)
+                at_once = _STAGED if self._session.data in {"ucx", "ipc"} else CHUNKS
+            part = dict(islice(waiting.items(), at_once))
+            await self._session._receiving.receive(self._handle, part, is_here)
 
 
 def _decoded(body: bytes, kind: type[_T], most: int | None, room: Share | None) -> _T:

@@ -18,7 +18,7 @@ from .chain import Forwarder
 from .contract import Feed, Sink, Tls
 from .fetch import Fetched, fetch
 from .limits import LISTED_BYTES, LISTING_TIMEOUTS, Budget, Share
-from .protocol import RUN, StatePage
+from .protocol import CHUNKS, StatePage
 from .registry import transport_for
 from .session import Session, SessionFeed
 from .state_parts import OpenParts, fetch_parts, open_parts, scratch_for
@@ -64,7 +64,7 @@ class OpenState:
         """How many chunks may be on their way at once."""
         if self.parts is not None:
             return max(16, scratch_for(self.parts.parts))
-        return 2 * RUN if len(self.feeds) == 1 else 16
+        return 2 * CHUNKS if len(self.feeds) == 1 else 16
 
     async def close(self) -> None:
         """Release the state."""

@@ -38,7 +38,7 @@ def start(smith: Forge, tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture
 def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most four chunks are requested together, and eight are under way."""
-    monkeypatch.setattr(fetch, "RUN", 4)
+    monkeypatch.setattr(fetch, "CHUNKS", 4)
 
 
 @pytest.fixture(params=["wire"])
