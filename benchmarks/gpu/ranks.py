@@ -13,7 +13,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -151,7 +152,7 @@ def train(place: Place, way: str, folder: Path, made: str) -> int:
     """Capture some steps with the other rank, and restore each state. Returns the number of
     compared tensors.
 
-    :raises AssertionError: a rank has not what it had.
+    :raises AssertionError: a rank restored other values.
     """
     rank = torch.distributed.get_rank()
     config = Config(memory_bytes=64 << 20, durable_interval_s=None)
@@ -202,7 +203,7 @@ def locals_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor
 def short(place: Place, tried: Callable[[Place, int], int]) -> Found:
     """Try it with no memory left, then with one block, and so on."""
     if not place.is_accelerator and place.where.kind != "late":
-        raise Skip("a CPU has no memory of its own that could run out")
+        raise Skip("a CPU has no separate memory that could run out")
     skipped = 0
     for way in place.ways():
         for left in range(2 if place.is_quick else LEFT):
@@ -260,10 +261,11 @@ def captured(place: Place, left: int) -> int:
     return captures[2].is_skipped
 
 
-def restored(place: Place, left: int) -> int:
-    """A restore during the shortage, and one after it."""
-    tensors = _tensors(place)
-    expected = {name: each.clone() for name, each in tensors.items()}
+@contextmanager
+def _captured_once(
+    place: Place, tensors: dict[str, Tensor]
+) -> Iterator[tuple[datastates.Repository, datastates.Tracker]]:
+    """A training whose tensors were captured, and are durable."""
     with (
         tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder,
         _opened(folder) as repo,
@@ -273,6 +275,14 @@ def restored(place: Place, left: int) -> int:
         run.fence()
         place.finish()
         capture.wait("durable", timeout_s=20)
+        yield repo, run
+
+
+def restored(place: Place, left: int) -> int:
+    """A restore during the shortage, and one after it."""
+    tensors = _tensors(place)
+    expected = {name: each.clone() for name, each in tensors.items()}
+    with _captured_once(place, tensors) as (_, run):
         return _again(place, left, tensors, expected, partial(run.restore, "main"))
 
 
@@ -281,20 +291,12 @@ def cloned(place: Place, left: int) -> int:
     tensors, into = _tensors(place), _tensors(place)
     expected = {name: each.clone() for name, each in tensors.items()}
     with (
-        tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder,
-        _opened(folder) as repo,
-        repo.track(rng=False, state=tensors) as run,
+        _captured_once(place, tensors) as (repo, _),
+        repo.serve(token=TOKEN) as server,
+        datastates.connect(server.url, token=TOKEN) as peer,
     ):
-        capture = run.capture()
-        run.fence()
-        place.finish()
-        capture.wait(timeout_s=20)
-        with (
-            repo.serve(token=TOKEN) as server,
-            datastates.connect(server.url, token=TOKEN) as peer,
-        ):
-            clone = partial(peer.clone, "main", objects={"state": into}, atomic=False)
-            return _again(place, left, into, expected, clone)
+        clone = partial(peer.clone, "main", objects={"state": into}, atomic=False)
+        return _again(place, left, into, expected, clone)
 
 
 def _again(

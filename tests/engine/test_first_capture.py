@@ -22,9 +22,8 @@ from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.durable_files import supports_direct
 from datastates.storage.pack import PAGE
 from datastates.system.devices import devices
-from tests.maintenance.test_restore_plans import counted, made, tensors
+from tests.maintenance.test_restore_plans import counted, launched, made, tensors
 from tests.support.late import LateDevices, Lateness
-from tests.support.late.dispatch import Operators
 
 CONFIG = Config(memory_bytes=64 * CHUNK_BYTES, durable_interval_s=None)
 BACKGROUND = {"datastates-crossing", "datastates-arena"}
@@ -71,15 +70,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """The thread and the operator of each launch."""
-    found: list[tuple[str, str]] = []
-    queue = Operators._queue
-
-    def noted(self: Operators, func: object, *args: object, **more: object) -> object:
-        found.append((threading.current_thread().name, str(func)))
-        return queue(self, func, *args, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Operators, "_queue", noted)
-    return found
+    return launched(monkeypatch)
 
 
 def of_ours(calls: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,18 +72,23 @@ def counted(calls: list[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def test_a_second_restore_of_592_tensors_makes_few_calls_and_launches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = LateDevices(Lateness.BOTH)
-    launches: list[str] = []
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The thread and the operator of each launch from now on."""
+    found: list[tuple[str, str]] = []
     queue = Operators._queue
 
     def noted(self: Operators, func: object, *args: object, **more: object) -> object:
-        launches.append(str(func))
+        found.append((threading.current_thread().name, str(func)))
         return queue(self, func, *args, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Operators, "_queue", noted)
+    return found
+
+
+def test_a_second_restore_of_592_tensors_makes_few_calls_and_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, launches = LateDevices(Lateness.BOTH), launched(monkeypatch)
     with late.running(), datastates.open(tmp_path, config=CONFIG) as repo:
         model, optimizer = made(late.put)
         assert len(tensors(model, optimizer)) == 592
@@ -111,13 +117,7 @@ def test_a_second_restore_of_592_tensors_makes_few_calls_and_launches(
 def test_a_second_restore_from_disk_makes_few_calls_and_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late, launches, queue = LateDevices(Lateness.BOTH), list[str](), Operators._queue
-
-    def noted(self: Operators, func: object, *args: object, **more: object) -> object:
-        launches.append(str(func))
-        return queue(self, func, *args, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Operators, "_queue", noted)
+    late, launches = LateDevices(Lateness.BOTH), launched(monkeypatch)
     with late.running():
         model, optimizer = made(late.put)
         expected = [each.clone() for each in tensors(model, optimizer)]

@@ -6,13 +6,16 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datastates.transport.protocol import Offer, RefRecord
+from datastates.transport.protocol import Message, Offer, Ping, RefRecord
 from datastates.transport.server import Server
 from datastates.transport.session import Session, SessionFeed
 from tests.transport.stores import UID, MemoryStore, chunks, manifest_of, record
 from tests.transport.wires import QueueChannel, QueueTransport
+
+if TYPE_CHECKING:
+    import pytest
 
 STATE = chunks(1, 20)
 PATIENCE_S = 60.0
@@ -89,6 +92,19 @@ async def receive(feed: SessionFeed, index: int, *cuts: int) -> bytes:
     pieces = [memoryview(memory)[a:b] for a, b in itertools.pairwise(edges)]
     await feed.receive({index: pieces}, lambda *_: None)
     return bytes(memory)
+
+
+def posted(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """The messages that sessions of this process post, in order, without pings."""
+    found, post = list[Message](), Session._post
+
+    async def noting(self: Session, message: Message) -> None:
+        if not isinstance(message, Ping):
+            found.append(message)
+        await post(self, message)
+
+    monkeypatch.setattr(Session, "_post", noting)
+    return found
 
 
 async def until(claim: Callable[[], bool]) -> None:

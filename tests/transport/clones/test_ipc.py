@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,12 +20,11 @@ from datastates.config import Config
 from datastates.errors import Corrupt, Dirty, Disconnected, Unavailable, Unsupported
 from datastates.system.devices import Mark, Stream
 from datastates.transport import fetch, ipc, same_host
-from datastates.transport.protocol import Message
-from datastates.transport.session import Session
 from tests.support import warm
 from tests.support.counted import counted
 from tests.support.late import LateDevices, Lateness
 from tests.support.late.digests import digesting_at_once
+from tests.transport.worlds import posted
 
 Tensors = Sequence[torch.Tensor]
 TOKEN = "a token of these tests"
@@ -168,21 +166,11 @@ def test_chunks_for_a_device_are_announced_and_copied_together(
 ) -> None:
     """The state has 11 chunks. The buffer on the device takes 8 together."""
     monkeypatch.setattr(fetch, "_UNITS", 1)
-    launched, messages = list[int](), Counter[str]()
-    post = Session._post
-
-    async def counting(self: Session, message: Message) -> None:
-        messages[type(message).__name__] += 1
-        await post(self, message)
-
-    monkeypatch.setattr(Session, "_post", counting)
+    launched, messages = list[int](), posted(monkeypatch)
     counted(monkeypatch, "datastates.transport.ipc._copy", found=launched)
     assert is_doubled(clone(url, Lateness.BOTH))
-    assert {name: messages[name] for name in ("Want", "Room", "Land")} == {
-        "Want": 1,
-        "Room": 1,
-        "Land": 1,
-    }
+    kinds = [type(message).__name__ for message in messages]
+    assert [kinds.count(name) for name in ("Want", "Room", "Land")] == [1, 1, 1]
     assert len(launched) == 1
 
 
