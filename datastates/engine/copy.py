@@ -154,7 +154,7 @@ class DeviceCopies:
                 is_ready(tensor)  # compiles on its own thread
                 self._side(device)
             while self._jobs.empty() and self._arena.warm < size and self._arena.warm_up():
-                pass  # a capture that comes meanwhile makes the rest real
+                pass  # a capture that comes meanwhile touches the remaining memory
             self._arena.pin(registrar)
         except Exception:  # the first capture tries again, and its handle raises it
             _logger.debug("the first capture could not be prepared", exc_info=True)

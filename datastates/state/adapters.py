@@ -258,7 +258,7 @@ class Adapted:
         return sum(tensor.nbytes for tensor in self.tensors_here())
 
     def tensors_here(self) -> list[torch.Tensor]:
-        """What modules and optimizers have on this rank, each once."""
+        """The tensors of modules and optimizers on this rank, each once."""
         left = {id(model.whole[name]) for model in self._models.values() for name in model.left_out}
         held = [
             each

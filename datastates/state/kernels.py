@@ -77,8 +77,10 @@ def chain(
     longest: tl.tensor,
 ) -> None:
     """The lanes of chunk ``program_id``, from what its blocks add and from its last block. ``ends``
-    has for each chunk the number of blocks before that one, its stripes, where it begins, where the
-    last 64 bytes are, whether these two are offsets from ``edges``, and the chunk's row in ``out``.
+    has six numbers for each chunk. The first two are the number of blocks before the last one, and
+    the stripes of the last one. The next two are where the last block begins, and where the last 64
+    bytes are. The fifth is 1 if these two are offsets from ``edges``. The sixth is the row in
+    ``out``.
 
     ``words`` has the secret of the last block, the initial lanes, and the secret that is mixed in.
     """
